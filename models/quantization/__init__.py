@@ -1,0 +1,1 @@
+"""Quantised weight formats, one file each."""

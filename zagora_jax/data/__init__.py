@@ -1,0 +1,1 @@
+"""From data files to batches: rows, chat rendering with loss masks, packing, batches."""
