@@ -1,0 +1,51 @@
+"""Settings that every test runs under, and the real model for those that need one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _settle_environment() -> None:
+    """One real CPU device, nothing from a compilation cache, nothing from the network; before jax is imported."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `make test-gpu` sets cuda.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+    flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", "")).strip()
+    if flags:
+        os.environ["XLA_FLAGS"] = flags
+    else:
+        os.environ.pop("XLA_FLAGS", None)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+_settle_environment()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, fetched into .cache on first use."""
+    command = [sys.executable, str(REPOSITORY / "examples" / "fetch_smollm2.py")]
+    fetched = subprocess.run(command, capture_output=True, text=True, check=False)
+    if fetched.returncode:
+        pytest.fail(f"{command} ended with {fetched.returncode}:\n{fetched.stdout}{fetched.stderr}", pytrace=False)
+    return Path(fetched.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def smollm2_directory(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 as a Hugging Face directory (bfloat16, no tokenizer), made by transformers' own GGUF reader."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("smollm2")
+    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    return directory
