@@ -1,0 +1,129 @@
+"""The command line that all commands share: `[CONFIG.yaml] --option value ...`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from zagora_jax.config import CommandConfig
+from zagora_jax.config_file import read_file, read_list, read_scalar
+from zagora_jax.errors import UserError
+from zagora_jax.options import COMMAND_LINE, C, Given, Option, build, nearest, options_of
+
+BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
+YAML_HINT = "CONFIG.yaml holds the same options with underscores, nested where a name has a dot (lora: {rank: 8})."
+
+
+def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
+    """Run a command on the process's arguments and return its exit status.
+
+    What a user can correct is printed in one piece, without a traceback, and ends with status 2.
+    """
+    try:
+        return main(parse(config_class, sys.argv[1:])) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def parse(config_class: type[C], arguments: Sequence[str]) -> C:
+    """Make a command's configuration: the command line goes before the YAML file, and that before the defaults.
+
+    Raises:
+        UserError: an argument or a line of the file is wrong.
+        SystemExit: help was asked for and printed.
+    """
+    if "-h" in arguments or "--help" in arguments:
+        print(help_text(config_class), end="")
+        raise SystemExit(0)
+    options = options_of(config_class)
+    positionals, texts = _split(arguments, options)
+    if config_class.positional and positionals:
+        name = config_class.positional
+        if name in texts:
+            raise UserError(f"{COMMAND_LINE}: {name} is given twice: {positionals[0]} and {texts[name]}")
+        texts[name] = positionals.pop(0)
+    given: dict[str, Given] = {}
+    if positionals and not config_class.positional:
+        given = read_file(config_class, Path(positionals.pop(0)))
+    if positionals:
+        raise UserError(f"{COMMAND_LINE}: unexpected argument {positionals[0]}; options are written --name value")
+    given |= {name: Given(_read(options[name], text), COMMAND_LINE) for name, text in texts.items()}
+    return build(config_class, given)
+
+
+def _split(arguments: Sequence[str], options: Mapping[str, Option]) -> tuple[list[str], dict[str, str]]:
+    """Part the arguments into those known by place and the options' texts by name."""
+    positionals: list[str] = []
+    texts: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("-"):
+            positionals.append(argument)
+            continue
+        flag, equals, text = argument.partition("=")
+        option = _find(flag, options)
+        if not equals:
+            if _takes(option, rest):
+                text = rest.pop(0)
+            elif bool in option.types:
+                text = "true"
+            else:
+                raise UserError(f"{COMMAND_LINE}: {option.flag}: expected a value after it, found none")
+        if option.name in texts:
+            raise UserError(f"{COMMAND_LINE}: {option.flag} is given twice: {texts[option.name]} and {text}")
+        texts[option.name] = text
+    return positionals, texts
+
+
+def _find(flag: str, options: Mapping[str, Option]) -> Option:
+    name = flag.removeprefix("--").replace("-", "_")
+    if flag.startswith("--") and name in options:
+        return options[name]
+    close = nearest(flag.lstrip("-"), options)
+    advice = f"the nearest is {close.flag}" if close else "--help lists the options"
+    raise UserError(f"{COMMAND_LINE}: unknown option {flag}; {advice}")
+
+
+def _takes(option: Option, rest: Sequence[str]) -> bool:
+    """Whether the next argument is the value of `option`, which a boolean one can do without."""
+    if not rest or rest[0].startswith("--"):
+        return False
+    if bool not in option.types or rest[0] in BOOLEANS:
+        return True
+    return Path in option.types and not rest[0].endswith((".yaml", ".yml"))
+
+
+def _read(option: Option, text: str) -> object:
+    if list in option.types:
+        if text.startswith(("[", "'", '"')):
+            return read_list(option, text)
+        if "," in text:
+            return [part.strip() for part in text.split(",")]
+    return read_scalar(option, text)
+
+
+def help_text(config_class: type[CommandConfig]) -> str:
+    """Lay out the options of a command under their headings."""
+    place = config_class.positional.upper() if config_class.positional else "[CONFIG.yaml]"
+    parser = argparse.ArgumentParser(
+        usage=f"python -m zagora_jax.{config_class.command} {place} [--option value ...]",
+        description=config_class.__doc__,
+        epilog="Lists are written a,b or [a, b]. " + ("" if config_class.positional else YAML_HINT),
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+    )
+    group = parser.add_argument_group("Options")
+    for option in options_of(config_class).values():
+        if option.name in config_class.headings:
+            group = parser.add_argument_group(config_class.headings[option.name])
+        text = f"{option.field.description} [{option.default}]" if option.default else f"{option.field.description}"
+        if option.name == config_class.positional:
+            group.add_argument(place, help=text.replace("%", "%%"))
+        else:
+            group.add_argument(option.flag, metavar=option.values, help=text.replace("%", "%%"))
+    return parser.format_help()

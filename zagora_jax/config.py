@@ -1,0 +1,269 @@
+"""The options of every command: the one typed list that YAML, `--help` and docs/options.md are made from."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+def _to_path(value: Any) -> Path:
+    if isinstance(value, Path) or (isinstance(value, str) and value.strip()):
+        return Path(value).expanduser()
+    raise ValueError("expected a path")
+
+
+def _to_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | Path) else value
+
+
+FilePath = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=str)]
+FilePaths = Annotated[
+    list[FilePath], Field(min_length=1), BeforeValidator(_to_list, json_schema_input_type=str | list[str])
+]
+FloatType = Literal["bfloat16", "float16", "float32"]
+
+
+class Options(BaseModel):
+    """A group of options: typed strictly, closed to unknown names, never changed once made."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class CommandConfig(Options):
+    """All options of one command, `python -m zagora_jax.COMMAND`."""
+
+    command: ClassVar[str]
+    # The field that is given by its place on the command line. Without one, that place is a YAML file's.
+    positional: ClassVar[str | None] = None
+    # The option that each heading of the help stands above.
+    headings: ClassVar[dict[str, str]] = {}
+
+
+class LoraConfig(Options):
+    """The adapter's options."""
+
+    rank: int = Field(default=16, ge=1, description="Rank of the two adapter matrices beside each targeted weight.")
+    alpha: int = Field(
+        default=32,
+        ge=1,
+        description="The adapter's output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora.",
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Part of the adapter's input that is dropped in training."
+    )
+    targets: str | list[str] = Field(
+        default="all-linear",
+        description="The linear modules that get an adapter: all-linear (every one but lm_head), a list of names as "
+        "they end (q_proj,v_proj), or one regular expression that matches whole names.",
+    )
+    use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank): rank-stabilised LoRA.")
+
+    @field_validator("targets")
+    @classmethod
+    def _check_targets(cls, targets: str | list[str]) -> str | list[str]:
+        parts = [targets] if isinstance(targets, str) else targets
+        if not parts or not all(part.strip() for part in parts):
+            raise ValueError("expected all-linear, a list of module names, or a regular expression")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"expected a regular expression ({error})") from None
+        return targets
+
+
+def _run_of_model(fields: dict[str, Any]) -> Path:
+    """Name the run after the last part of the model's name, as in `org/Llama-8B` or `~/llama-8b.gguf`."""
+    name = fields["model"].rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+    return Path("runs") / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run")
+
+
+class TrainConfig(CommandConfig):
+    """Fine-tune a Llama-family model with LoRA on a frozen base."""
+
+    command = "train"
+    headings = {
+        "model": "Model",
+        "lora.rank": "Adapter",
+        "data": "Data",
+        "micro_batch_size": "Batches and steps",
+        "learning_rate": "Optimizer",
+        "compute_dtype": "Computation",
+        "output": "Run",
+    }
+
+    model: str = Field(
+        min_length=1,
+        description="The base model: a Hugging Face directory, a hub id, a Llama GGUF file, or synthetic:NAME "
+        "(random weights of a known size, such as synthetic:llama-3-8b?layers=4) for plans and benchmarks.",
+    )
+    quantization: Literal["nf4", "none"] = Field(
+        default="nf4",
+        description="How the frozen weights are held: nf4 (4 bits, double quantisation) or none (not quantised).",
+    )
+    lora: LoraConfig = LoraConfig()
+
+    data: FilePaths = Field(
+        description="The training rows: one or more JSONL, JSON or Parquet files, also with .gz at the end."
+    )
+    eval_data: FilePaths | None = Field(
+        default=None, description="Rows held out, in files of the same kinds. No row of data is ever held out."
+    )
+    sequence_length: int = Field(
+        default=2048, ge=2, description="Tokens in a row at most, and of the rows packed together."
+    )
+    packing: bool = Field(
+        default=False, description="Put several short rows in one sequence; they never see each other."
+    )
+
+    micro_batch_size: int = Field(default=1, ge=1, description="Rows for each replica (data x fsdp) and micro-batch.")
+    gradient_accumulation_steps: int = Field(default=8, ge=1, description="Micro-batches in an optimizer step.")
+    epochs: int = Field(default=1, ge=1, description="Passes over the training rows.")
+    max_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps; where given, epochs does not count."
+    )
+
+    learning_rate: float = Field(
+        default=2e-4, gt=0, description="The highest learning rate, reached after the warm-up."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="The learning rate after the warm-up; linear and cosine end at 0."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly."
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = Field(
+        default="adamw", description="AdamW with 32-bit states, or with 8-bit states in blocks."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay of the adapter's weights.")
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, description="Gradients are clipped to this global norm; 0: no clipping."
+    )
+
+    compute_dtype: FloatType = Field(
+        default="bfloat16",
+        description="Type of the activations; float16 (cards before Ampere) scales the loss dynamically.",
+    )
+    attention: Literal["auto", "chunked", "cudnn", "reference"] = Field(
+        default="auto",
+        description="The attention kernel: chunked (portable), cudnn (NVIDIA GPUs), reference (holds all scores; "
+        "for tests), or auto, which takes the fastest that fits and prints which.",
+    )
+    remat: Literal["full", "attention", "none"] = Field(
+        default="full",
+        description="What the backward pass computes again to save memory: full (the whole layer), attention, or none.",
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="Seed of the adapter's first weights, dropout and the row order."
+    )
+
+    output: FilePath = Field(
+        default_factory=_run_of_model,
+        description="The run directory. Where not given: runs/ and the last part of the model's name.",
+    )
+    log_every: int = Field(
+        default=10, ge=1, description="Steps between lines on the console; metrics.jsonl has every step."
+    )
+    eval_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between evaluations on eval_data; 0: only before the first and after the last step.",
+    )
+    save_every: int = Field(default=100, ge=1, description="Steps between checkpoints. The last step is always saved.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="The newest checkpoints that are kept.")
+    resume: bool | FilePath = Field(
+        default=False,
+        description="Go on from the newest checkpoint of output (true), or from the checkpoint at this path.",
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.eval_every and not self.eval_data:
+            raise ValueError(f"eval_every is {self.eval_every} but there is no eval_data: give eval_data too")
+        if self.max_steps is not None and self.warmup_steps >= self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
+        return self
+
+
+class PreviewConfig(TrainConfig):
+    """Show rows as the model will see them. Takes every option of train, so that the same YAML file serves."""
+
+    command = "preview"
+    headings = {**TrainConfig.headings, "rows": "Preview"}
+
+    rows: int = Field(default=5, ge=1, description="Sequences to show.")
+    colour: Literal["auto", "always", "never"] = Field(
+        default="auto", description="Colour supervised tokens: auto (on a terminal), always or never."
+    )
+
+
+RunPath = Annotated[FilePath, Field(description="The run directory.")]
+Checkpoint = Annotated[int | None, Field(ge=0, description="The step of the checkpoint to use; else the newest.")]
+
+
+class ExportConfig(CommandConfig):
+    """Write a run's result as Hugging Face files."""
+
+    command = "export"
+    positional = "run"
+
+    run: RunPath
+    to: FilePath = Field(description="The directory to write.")
+    format: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="merged (the whole model with the adapter added in) or adapter (PEFT files alone).",
+    )
+    base: Literal["original", "dequantized"] = Field(
+        default="original",
+        description="The weights that the adapter is added to: the original ones, or those that training saw.",
+    )
+    dtype: FloatType | None = Field(default=None, description="Type of the merged weights; else that of the source.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.format == "adapter" and (self.base != "original" or self.dtype):
+            raise ValueError("base and dtype say how to merge: leave them out with format adapter")
+        return self
+
+
+class EvaluateConfig(CommandConfig):
+    """Measure a run's loss over rows: sum / count of their supervised tokens."""
+
+    command = "evaluate"
+    positional = "run"
+
+    run: RunPath
+    data: FilePaths | None = Field(default=None, description="Files of rows; else the run's eval_data.")
+    micro_batch_size: int | None = Field(default=None, ge=1, description="Rows computed at a time; else as the run's.")
+    sequence_length: int | None = Field(default=None, ge=2, description="Tokens in a row at most; else as the run's.")
+    checkpoint: Checkpoint = None
+
+
+class GenerateConfig(CommandConfig):
+    """Answer prompts with a run's tuned model, or with a base model."""
+
+    command = "generate"
+    positional = "model"
+
+    model: str = Field(min_length=1, description="A run directory, or a base model as train takes it.")
+    prompt: str | None = Field(default=None, min_length=1, description="The prompt.")
+    prompts: FilePath | None = Field(
+        default=None, description="A text file with one prompt a line, in place of prompt."
+    )
+    chat: bool = Field(
+        default=True, description="Put the prompt in the chat template as the user's; false: continue it as it is."
+    )
+    max_new_tokens: int = Field(default=256, ge=1, description="Tokens of an answer at most.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0: always the likeliest token.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sampling.")
+    checkpoint: Checkpoint = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if (self.prompt is None) == (self.prompts is None):
+            raise ValueError("give either prompt or prompts")
+        return self
+
+
+COMMANDS: tuple[type[CommandConfig], ...] = (TrainConfig, PreviewConfig, ExportConfig, EvaluateConfig, GenerateConfig)
