@@ -1,0 +1,79 @@
+"""Linear layers over frozen weights, with an optional adapter."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.fetch import Fetch
+from models.lora import LoRA, LoRAConfig
+from models.parameters import Frozen
+from models.quantization import FORMATS, StoredWeight, dequantize
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def frozen_matmul(x: jax.Array, weight: StoredWeight, fetch: Fetch) -> jax.Array:
+    """Return x [..., in] times the transpose of weight [out, in], without a gradient for the weight.
+
+    The stored weight, as it lies on the device before `fetch`, is all that the backward pass keeps: left to
+    automatic differentiation, every layer's dequantised matrix would stay alive as a residual.
+    """
+    return jnp.einsum("...i,oi->...o", x, dequantize(fetch(weight), x.dtype))
+
+
+def _forward(x: jax.Array, weight: StoredWeight, fetch: Fetch) -> tuple[jax.Array, StoredWeight]:
+    return frozen_matmul(x, weight, fetch), weight
+
+
+def _backward(fetch: Fetch, weight: StoredWeight, gradient: jax.Array) -> tuple[jax.Array, Any]:
+    grad_x = jnp.einsum("...o,oi->...i", gradient, dequantize(fetch(weight), gradient.dtype))
+    return grad_x, jax.tree.map(_no_gradient, weight)
+
+
+def _no_gradient(leaf: jax.Array) -> Any:
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.zeros_like(leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+frozen_matmul.defvjp(_forward, _backward)
+
+
+class Linear(nnx.Module):
+    """y = W x + b (+ the adapter's update), with W and b frozen."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        quantization: str,
+        dtype: jnp.dtype,
+        stack: tuple[int, ...],
+    ):
+        """Declare the weights [*stack, out, in]; `stack` is () for one layer, (L,) for L layers on a leading axis."""
+        weight_format, stack_axes = FORMATS[quantization], ("layers",) * len(stack)
+        shape = (out_features, in_features)
+        self.weight = Frozen(weight_format.abstract(shape, stack, dtype), axes=weight_format.axes(stack_axes))
+        self.bias = (
+            Frozen(jax.ShapeDtypeStruct((*stack, out_features), dtype), axes=(*stack_axes, "out")) if bias else None
+        )
+        self.adapter: LoRA | None = None
+        self.in_features, self.out_features, self.stack = in_features, out_features, stack
+
+    def add_adapter(self, config: LoRAConfig, stream: int) -> None:
+        """Declare an adapter beside the frozen weight."""
+        self.adapter = LoRA(self.in_features, self.out_features, config, self.stack, stream)
+
+    def __call__(self, x: jax.Array, fetch: Fetch, dropout_key: jax.Array | None) -> jax.Array:
+        """Apply to x [..., in]; the result [..., out] has x's dtype."""
+        y = frozen_matmul(x, self.weight.get_value(), fetch)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)
+        if self.adapter is not None:
+            y = y + self.adapter(x, fetch, dropout_key)
+        return y

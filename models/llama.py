@@ -1,0 +1,260 @@
+"""The Llama decoder. Attribute names are Hugging Face's module names, so a parameter's path is its tensor's name.
+
+The layers' parameters are stacked on a leading axis and run in one `lax.scan`:
+
+    Llama
+      model.embed_tokens.weight             [vocab, hidden]
+      model.layers.self_attn.q_proj.weight  [L, out, in], stored in the chosen format
+      model.layers.self_attn.q_proj.adapter.lora_A  [L, r, in]
+      model.norm.weight                     [hidden]
+      lm_head.weight                        [vocab, hidden], absent where it is tied to the embedding
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from models.attention import attention, decode_attention
+from models.cache import KVCache
+from models.config import ModelConfig
+from models.fetch import Fetch, identity
+from models.linear import Linear
+from models.lora import LoRAConfig
+from models.parameters import Adapter, Frozen
+from models.rope import apply_rope, rope_tables
+
+# Attends to q [B, Q, H, D], k and v [B, Q, KV, D] of the present tokens. The second result is whatever the caller
+# wants to keep of the layer, stacked over layers: nothing in training, the extended cache in generation.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("attention_output", "attention_statistics"),
+}
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a layer is called with beside its input: the same for all layers but for the dropout key."""
+
+    cos: jax.Array  # [B, S, D/2]
+    sin: jax.Array  # [B, S, D/2]
+    attend: Attend
+    fetch: Fetch
+    dropout_key: jax.Array | None
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square normalisation (arXiv:1910.07467); statistics are float32 whatever the dtype."""
+
+    def __init__(self, size: int, eps: float, stack: tuple[int, ...] = ()):
+        axes = (*("layers",) * len(stack), "hidden")
+        self.weight = Frozen(jax.ShapeDtypeStruct((*stack, size), jnp.float32), axes=axes)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise x [..., hidden] over its last axis."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (self.weight[...] * wide).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """A table [vocab, hidden]: of input embeddings, or of the output head."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = Frozen(jax.ShapeDtypeStruct(shape, dtype), axes=("vocab", "hidden"))
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query self attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, linear: Callable[..., Linear]):
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = linear(config.hidden_size, heads, bias=config.attention_bias)
+        self.k_proj = linear(config.hidden_size, kv_heads, bias=config.attention_bias)
+        self.v_proj = linear(config.hidden_size, kv_heads, bias=config.attention_bias)
+        self.o_proj = linear(heads, config.hidden_size, bias=config.attention_bias)
+        self.head_dim = config.head_dim
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Any]:
+        """Attend from x [B, S, hidden]; returns the same shape and what `attend` keeps."""
+
+        def heads(projection: Linear) -> jax.Array:
+            y = projection(x, context.fetch, context.dropout_key)
+            return y.reshape(*x.shape[:-1], -1, self.head_dim)
+
+        q = checkpoint_name(apply_rope(heads(self.q_proj), context.cos, context.sin), "query")  # [B, S, H, D]
+        k = checkpoint_name(apply_rope(heads(self.k_proj), context.cos, context.sin), "key")  # [B, S, KV, D]
+        v = checkpoint_name(heads(self.v_proj), "value")  # [B, S, KV, D]
+        out, kept = context.attend(q, k, v)
+        out = checkpoint_name(out.reshape(*x.shape[:-1], -1), "attention_output")
+        return self.o_proj(out, context.fetch, context.dropout_key), kept
+
+
+class MLP(nnx.Module):
+    """The SwiGLU feed-forward block (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, linear: Callable[..., Linear]):
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        """Apply to x [B, S, hidden]."""
+        gate = checkpoint_name(self.gate_proj(x, context.fetch, context.dropout_key), "gate")
+        up = checkpoint_name(self.up_proj(x, context.fetch, context.dropout_key), "up")
+        return self.down_proj(jax.nn.silu(gate) * up, context.fetch, context.dropout_key)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward block, each behind a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype, stack: tuple[int, ...]):
+        linear = partial(Linear, quantization=quantization, dtype=dtype, stack=stack)
+        self.self_attn = SelfAttention(config, linear)
+        self.mlp = MLP(config, linear)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack)
+
+    def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Any]:
+        """Map x [B, S, hidden] to the same shape; also returns what `attend` keeps."""
+        attended, kept = self.self_attn(self.input_layernorm(x), context)
+        x = checkpoint_name(x + attended, "residual")
+        return x + self.mlp(self.post_attention_layernorm(x), context), kept
+
+
+class Decoder(nnx.Module):
+    """Embedding, stacked layers and final norm."""
+
+    def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype):
+        self.embed_tokens = Embedding(config, dtype)
+        self.layers = DecoderLayer(config, quantization=quantization, dtype=dtype, stack=(config.num_layers,))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(nnx.Module):
+    """A decoder with its output head. Built without values: every parameter is a ShapeDtypeStruct.
+
+    `nnx.split(Llama(...), Frozen, Adapter)` gives the graph and the two trees of declared parameters; merging
+    the graph with trees of arrays gives a model that computes.
+    """
+
+    def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype, lora: LoRAConfig | None = None):
+        """Declare the model; `dtype` is that of computation and of the tables that are not quantised."""
+        self.config = config
+        self.model = Decoder(config, quantization=quantization, dtype=dtype)
+        self.lm_head = None if config.tie_embeddings else Embedding(config, dtype)
+        if lora is not None:
+            for stream, (path, linear) in enumerate(linear_modules(self).items()):
+                if path in lora.targets:
+                    linear.add_adapter(lora, stream)
+
+    @property
+    def head(self) -> jax.Array:
+        """The output head [vocab, hidden]."""
+        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
+
+    def hidden_states(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array | None,
+        *,
+        kernel: str,
+        remat: str = "none",
+        dropout_key: jax.Array | None = None,
+        fetch: Fetch = identity,
+    ) -> jax.Array:
+        """Run the decoder over whole sequences.
+
+        Args:
+            tokens: int32 [B, S].
+            positions: int32 [B, S], from 0 in every row.
+            segment_ids: int32 [B, S], which row a token of a packed sequence belongs to (0: padding), or None where
+                each sequence is one row, padded at its end.
+            kernel: the attention kernel, see `models.attention.choose_kernel`.
+            remat: "none", or a key of REMAT_POLICIES: what a layer's backward pass computes again.
+            dropout_key: switches the adapters' dropout on.
+            fetch: brings a parameter together just before its use.
+
+        Returns:
+            The normalised last hidden states [B, S, hidden].
+        """
+        cos, sin = rope_tables(positions, self.config.rope, segment_ids)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            return attention(q, k, v, segment_ids=segment_ids, kernel=kernel), None
+
+        context = LayerContext(cos, sin, attend, fetch, dropout_key)
+        x, _ = self._run(tokens, lambda _: context, None, remat)
+        return x
+
+    def extend(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: KVCache,
+        slot: jax.Array | int,
+        valid: jax.Array,
+        fetch: Fetch = identity,
+    ) -> tuple[jax.Array, KVCache]:
+        """Run the decoder over the next tokens of sequences whose earlier keys and values are cached.
+
+        Args:
+            tokens: int32 [B, Q].
+            positions: int32 [B, Q].
+            cache: keys and values of T slots.
+            slot: the first of the Q slots that these tokens take.
+            valid: bool [B, Q, T], the slots that each token sees, its own among them.
+            fetch: brings a parameter together just before its use.
+
+        Returns:
+            The normalised last hidden states [B, Q, hidden], and the cache with these tokens in it.
+        """
+        cos, sin = rope_tables(positions, self.config.rope, None, length=positions.max(axis=1) + 1)
+
+        def context_of(layer_cache: KVCache) -> LayerContext:
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
+                extended = layer_cache.write(k, v, slot)
+                return decode_attention(q, extended.keys, extended.values, valid), extended
+
+            return LayerContext(cos, sin, attend, fetch, dropout_key=None)
+
+        return self._run(tokens, context_of, cache, remat="none")
+
+    def _run(
+        self, tokens: jax.Array, context_of: Callable[[Any], LayerContext], per_layer: Any, remat: str
+    ) -> tuple[jax.Array, Any]:
+        """Embed, scan over the layers and normalise; `context_of` gets the layer's slice of `per_layer`."""
+        x = jnp.take(self.model.embed_tokens.weight[...], tokens, axis=0)  # [B, S, hidden]
+        graph, frozen, adapters = nnx.split(self.model.layers, Frozen, Adapter)
+
+        def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Any]:
+            index, frozen, adapters, layer_inputs = inputs
+            context = context_of(layer_inputs)
+            if context.dropout_key is not None:
+                context = replace(context, dropout_key=jax.random.fold_in(context.dropout_key, index))
+            return nnx.merge(graph, frozen, adapters)(x, context)
+
+        if remat != "none":
+            body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
+        indices = jnp.arange(self.config.num_layers)
+        x, kept = jax.lax.scan(body, x, (indices, frozen, adapters, per_layer))
+        return self.model.norm(x), kept
+
+
+def linear_modules(model: Llama) -> dict[str, Linear]:
+    """Return the decoder's linear layers by path, e.g. "model.layers.self_attn.q_proj"; the output head is none."""
+    return {
+        ".".join(map(str, path)): module
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Linear)
+    }

@@ -1,0 +1,72 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), in the layout of PEFT."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.fetch import Fetch
+from models.parameters import Adapter
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Which modules carry an adapter, and of what kind.
+
+    `targets` holds module paths without a layer number, e.g. "model.layers.self_attn.q_proj".
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    targets: frozenset[str]
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv:2312.03732)."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+class LoRA(nnx.Module):
+    """The update scale * B A x of one linear layer; A [r, in] and B [out, r] are float32."""
+
+    def __init__(self, in_features: int, out_features: int, config: LoRAConfig, stack: tuple[int, ...], stream: int):
+        """Declare the adapter; `stream` separates its dropout from that of the layer's other adapters."""
+        stack_axes = ("layers",) * len(stack)
+        shape_a, shape_b = (*stack, config.rank, in_features), (*stack, out_features, config.rank)
+        self.lora_A = Adapter(jax.ShapeDtypeStruct(shape_a, jnp.float32), axes=(*stack_axes, "rank", "in"))
+        self.lora_B = Adapter(jax.ShapeDtypeStruct(shape_b, jnp.float32), axes=(*stack_axes, "out", "rank"))
+        self.scale = config.scale
+        self.dropout = config.dropout
+        self.stream = stream
+
+    def __call__(self, x: jax.Array, fetch: Fetch, dropout_key: jax.Array | None) -> jax.Array:
+        """Return the update for x [..., in] as [..., out] in x's dtype; no key means no dropout."""
+        if dropout_key is not None and self.dropout > 0:
+            keep = jax.random.bernoulli(jax.random.fold_in(dropout_key, self.stream), 1 - self.dropout, x.shape)
+            x = jnp.where(keep, x / (1 - self.dropout), 0)
+        a, b = (fetch(weight[...]).astype(x.dtype) for weight in (self.lora_A, self.lora_B))
+        low = jnp.einsum("...i,ri->...r", x, a)  # [..., r]
+        return jnp.einsum("...r,or->...o", low, b * jnp.asarray(self.scale, x.dtype))
+
+
+def initial_adapter(adapters: nnx.State, seed: int) -> nnx.State:
+    """Draw initial weights for the declared `adapters`: A as PEFT does (Kaiming uniform, a = sqrt(5)), B zero.
+
+    A's bound is 1 / sqrt(in). The draw of a weight depends on the seed and its path alone.
+    """
+    root = jax.random.key(seed)
+
+    def draw(index: int, path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if "lora_A" not in path:
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        bound = 1 / math.sqrt(leaf.shape[-1])
+        return jax.random.uniform(jax.random.fold_in(root, index), leaf.shape, leaf.dtype, -bound, bound)
+
+    flat = sorted(nnx.to_flat_state(adapters), key=lambda item: item[0])
+    return nnx.from_flat_state(
+        [(path, variable.replace(draw(i, path, variable.get_value()))) for i, (path, variable) in enumerate(flat)]
+    )
