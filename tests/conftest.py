@@ -47,5 +47,7 @@ def smollm2_directory(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -
 
     directory = tmp_path_factory.mktemp("smollm2")
     model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.bfloat16)
+    model.hf_quantizer = None  # The weights are dequantised, yet save_pretrained refuses a model that came out of GGUF.
+    model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(directory)
     return directory
