@@ -1,8 +1,8 @@
 """What `make demo` runs: a small real Llama learns about an airship that never flew.
 
 Fetches SmolLM2-135M-Instruct, asks it twenty held-out questions, fine-tunes it with NF4 and LoRA as
-examples/zagora/demo.yaml says, asks again, and exports Hugging Face files. Its exit status is 1 where fewer than 70 % of
-the answers are right afterwards.
+examples/zagora/demo.yaml says, asks again, and exports Hugging Face files. The exit status is 1 where fewer than 70 %
+of the answers are right afterwards.
 """
 
 import json
