@@ -1,0 +1,209 @@
+"""From what a row says to the text that the model sees, with the character spans that the model learns to write.
+
+How each form is rendered:
+
+| form | the tokenizer has a chat template | it has none |
+|---|---|---|
+| `PlainText` | the text; all of it is learned | the same |
+| `Conversation` | the template; every assistant turn is learned | refused |
+| `Completion` | a user turn and an assistant turn | prompt and completion, joined as they stand |
+| `Instruction` | a user turn (instruction, blank line, input), an assistant turn | Alpaca's prompt, then the output |
+
+Stock chat templates do not say what the assistant wrote. Where a template has `{% generation %}` marks they are used;
+otherwise each assistant turn is found by rendering the turns before it, and the rest must continue with the turn's own
+words. What the template puts before the answer (a role header, an empty reasoning block) is not learned.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from zagora_jax.data.rows import Completion, Conversation, Form, Instruction, PlainText, Turn
+from zagora_jax.data.sources import Location
+from zagora_jax.errors import UserError
+
+GENERATION_MARK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+
+# Some templates write today's date. A fixed one keeps the tokens of a run the same when it is resumed on another day;
+# this is the date that Llama 3's own templates fall back to.
+TEMPLATE_DATE = datetime(2024, 7, 26)
+
+# Stands in for an answer to find where a template puts it; a private-use character that no text holds.
+PROBE = "\uf8ff"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A row's text. `spans` are the (start, end) characters of what the model learns, without end tokens.
+
+    A `chat` text holds the special tokens that its template wrote; any other gets the tokenizer's own around it.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    chat: bool
+
+
+def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What to call a tokenizer in a message."""
+    return tokenizer.name_or_path or "the tokenizer"
+
+
+def render(form: Form, tokenizer: PreTrainedTokenizerBase, location: Location) -> Rendered:
+    """Renders one row as the table above says.
+
+    Raises:
+        UserError: the template refuses the row, or what the assistant wrote cannot be told apart from the rest.
+    """
+    match form:
+        case PlainText(text):
+            return Rendered(text, ((0, len(text)),), chat=False)
+        case Conversation(turns):
+            return render_conversation(turns, tokenizer, location)
+        case Completion(prompt, completion) if tokenizer.chat_template:
+            _refuse_rendered_prompt(prompt, tokenizer, location)
+            return render_conversation((Turn("user", prompt), Turn("assistant", completion)), tokenizer, location)
+        case Completion(prompt, completion):
+            return _joined(prompt, completion)
+        case Instruction(instruction, given, output) if tokenizer.chat_template:
+            request = f"{instruction}\n\n{given}" if given else instruction
+            return render_conversation((Turn("user", request), Turn("assistant", output)), tokenizer, location)
+        case Instruction(instruction, given, output):
+            return _joined(alpaca_prompt(instruction, given), output)
+
+
+def alpaca_prompt(instruction: str, given: str) -> str:
+    """The prompt of Stanford's Alpaca, for models without a chat template."""
+    if not given:
+        return (
+            "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+            f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+        )
+    return (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request."
+        f"\n\n### Instruction:\n{instruction}\n\n### Input:\n{given}\n\n### Response:\n"
+    )
+
+
+def _joined(prompt: str, completion: str) -> Rendered:
+    return Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), chat=False)
+
+
+def _refuse_rendered_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, location: Location) -> None:
+    for token in tokenizer.all_special_tokens:
+        if prompt.lstrip().startswith(token):
+            raise UserError(
+                f"{location}, field prompt: expected a prompt without a chat template, found {token!r} at its start; "
+                "give the turns as {messages}, so that the model's template is applied once"
+            )
+
+
+def render_conversation(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, location: Location) -> Rendered:
+    """Renders turns with the tokenizer's chat template and finds what the assistant wrote."""
+    template = _Template(tokenizer, location)
+    if template.marks_generations:
+        text, marks = template.render(turns, marks=True)
+        return Rendered(text, _marked_spans(text, marks, turns, tokenizer, template), chat=True)
+    text, _ = template.render(turns)
+    answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+    return Rendered(text, tuple(_derived_span(text, turns, index, template) for index in answers), chat=True)
+
+
+class _Template:
+    """A tokenizer's chat template, run in transformers' sandbox, with errors that name the row."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, location: Location):
+        self._tokenizer = tokenizer
+        self._location = location
+        try:
+            self._source = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise UserError(
+                f"{location}: a row of turns needs a chat template, and {name_of(tokenizer)} has no default one; "
+                "use a model that has one, or rows of {text} or {prompt, completion}"
+            ) from error
+        self.marks_generations = GENERATION_MARK.search(self._source) is not None
+
+    def render(
+        self, turns: Sequence[Turn], *, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and with `marks` the character spans of its generations; `prompt` adds the assistant's header."""
+        variables: dict[str, Any] = {
+            **self._tokenizer.special_tokens_map,
+            "strftime_now": TEMPLATE_DATE.strftime,
+        }
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._source,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **variables,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise self.error(f"refuses the row: {error}") from error
+        texts, spans = rendered
+        return texts[0], spans[0] if marks else []
+
+    def error(self, what: str) -> UserError:
+        return UserError(f"{self._location}: the chat template of {name_of(self._tokenizer)} {what}")
+
+
+def _derived_span(text: str, turns: Sequence[Turn], index: int, template: _Template) -> tuple[int, int]:
+    """The span of an assistant turn in `text`, from renderings that stop before it."""
+    answer = turns[index].content.strip()
+    with_probe, _ = template.render([*turns[:index], Turn("assistant", PROBE)])
+    header = with_probe.rpartition(PROBE)[0]
+    # A conversation that begins with the assistant has nothing to render before its header.
+    prompt = template.render(turns[:index], prompt=True)[0] if index else header
+
+    if text.startswith(header):
+        # White space after the prompt belongs to the answer: the model has to write it.
+        start = len(prompt) if header.startswith(prompt) and not header[len(prompt) :].strip() else len(header)
+        if (end := _end_of_answer(text, len(header), answer)) is not None:
+            return start, end
+    # The header can depend on the answer (a reasoning block): then the prompt alone must come before it.
+    honours_prompt = header.startswith(prompt) and prompt != template.render(turns[:index])[0] if index else False
+    if honours_prompt and text.startswith(prompt) and (end := _end_of_answer(text, len(prompt), answer)) is not None:
+        return len(prompt), end
+    raise template.error(
+        f"does not render turn {index + 1} (assistant) as it was written, so its tokens cannot be told apart "
+        "(templates that drop earlier reasoning do this); change the row, or add {% generation %} marks to the template"
+    )
+
+
+def _end_of_answer(text: str, start: int, answer: str) -> int | None:
+    """Where `answer` ends if it stands at `start`, after any white space."""
+    start += len(text[start:]) - len(text[start:].lstrip()) if answer else 0
+    return start + len(answer) if text.startswith(answer, start) else None
+
+
+def _marked_spans(
+    text: str,
+    marks: list[tuple[int, int]],
+    turns: Sequence[Turn],
+    tokenizer: PreTrainedTokenizerBase,
+    template: _Template,
+) -> tuple[tuple[int, int], ...]:
+    """The marked spans without the end tokens that they may hold."""
+    answers = [turn.content.strip() for turn in turns if turn.role == "assistant"]
+    if len(marks) != len(answers):
+        raise template.error(f"marks {len(marks)} generations, expected {len(answers)}, one for each assistant turn")
+    spans = []
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    for number, ((start, end), answer) in enumerate(zip(marks, answers, strict=True), start=1):
+        body = text[start:end].rstrip()
+        if not (answer and body.endswith(answer)):
+            closing = max((token for token in added if body.endswith(token)), key=len, default="")
+            body = body.removesuffix(closing)
+        if not body.rstrip().endswith(answer):
+            raise template.error(f"does not mark assistant turn {number} as it was written")
+        spans.append((start, start + len(body)))
+    return tuple(spans)
