@@ -3,37 +3,34 @@
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
-from zagora_jax.checkpoints.atomic import write_bytes
 from zagora_jax.config import CommandConfig
 from zagora_jax.errors import UserError
-from zagora_jax.options import C, Given, Option, build, nearest, options_of
+from zagora_jax.options import C, Given, Option, build, nearest, options_of, written
 
 
 class _Loader(yaml.SafeLoader):
     """Reads plain scalars as YAML 1.2 does: 1e-4 is a number, `no` and `010` are not a boolean and an octal number."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}
-
 
 class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would not read as the text that it is."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}
 
-
-for _kind, _pattern, _first in [
+_PLAIN_SCALARS = [
     ("null", r"null|Null|NULL|~|", ["n", "N", "~", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)", list("-+.0123456789")),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
-]:
-    for _class in (_Loader, _Dumper):
+]
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {}
+    for _kind, _pattern, _first in _PLAIN_SCALARS:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
@@ -44,6 +41,8 @@ def load_config(config_class: type[C], path: Path) -> C:
 
 def save_config(config: CommandConfig, path: Path) -> None:
     """Write every option, defaults too, as YAML that `load_config` reads back equal; the file appears whole or not."""
+    from zagora_jax.checkpoints.atomic import write_bytes  # here, since reading options needs no checkpoint library
+
     text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     write_bytes(path, text.encode())
 
@@ -94,7 +93,10 @@ def _given(
     if not isinstance(mapping, yaml.MappingNode):
         of = f"{prefix[:-1]}: " if prefix else ""
         fields = ", ".join(config_class.model_fields)
-        raise UserError(f"{path}:{_line(mapping)}: {of}expected a mapping of options ({fields}), found none")
+        found = loader.construct_object(mapping, deep=True)
+        raise UserError(
+            f"{path}:{_line(mapping)}: {of}expected a mapping of options ({fields}), found {written(found)}"
+        )
     first_lines: dict[str, int] = {}
     options = options_of(config_class, prefix)
     for key_node, value_node in mapping.value:

@@ -129,6 +129,11 @@ def build(config_class: type[C], given: Mapping[str, Given]) -> C:
         raise UserError("\n".join(_complaints(config_class, error, given))) from None
 
 
+def written(value: Any) -> str:
+    """Write a value for a message, as it could stand in YAML."""
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
 def _complaints(config_class: type[CommandConfig], error: ValidationError, given: Mapping[str, Given]) -> Iterator[str]:
     options = options_of(config_class)
     by_option: dict[str, list[ErrorDetails]] = {}
@@ -140,13 +145,13 @@ def _complaints(config_class: type[CommandConfig], error: ValidationError, given
             yield from (_expectation(details) for details in errors)
         elif errors[0]["type"] == "missing":
             in_file = "" if config_class.positional else f", or {name}: in the YAML file"
-            yield f"{name} is required: give {options[name].flag} on the command line{in_file}"
+            label = name.upper() if name == config_class.positional else options[name].flag
+            yield f"{name} is required: give {label} on the command line{in_file}"
         else:
             where = given[name].where
             label = options[name].flag if where == COMMAND_LINE else name
             expected = " or ".join(dict.fromkeys(_expectation(details) for details in errors))
-            found = json.dumps(errors[0]["input"], default=str, ensure_ascii=False)
-            yield f"{where}: {label}: expected {expected}, found {found}"
+            yield f"{where}: {label}: expected {expected}, found {written(errors[0]['input'])}"
 
 
 def _option_at(location: tuple[int | str, ...], options: Mapping[str, Option]) -> str:

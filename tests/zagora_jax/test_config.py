@@ -1,0 +1,118 @@
+"""The options themselves: defaults, what goes together, and the page made from them."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from zagora_jax.config import COMMANDS, ExportConfig, GenerateConfig, LoraConfig, PreviewConfig, TrainConfig
+from zagora_jax.options import options_of
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def train_config(**options) -> TrainConfig:
+    return TrainConfig.model_validate({"model": "org/base", "data": ["rows.jsonl"], **options})
+
+
+@pytest.mark.parametrize(
+    ("model", "output"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct"),
+        ("/weights/llama/", "llama"),
+        ("weights/llama-3.2-1b.Q4_0.gguf", "llama-3.2-1b.Q4_0"),
+        ("synthetic:llama-3-8b?layers=4", "synthetic-llama-3-8b-layers-4"),
+        ("..", "run"),
+    ],
+)
+def test_the_run_directory_is_named_after_the_model(model, output):
+    assert train_config(model=model).output == Path("runs") / output
+
+
+def test_home_and_single_paths():
+    config = train_config(data="~/rows.jsonl", eval_data=Path("held_out.jsonl"))
+    assert config.data == [Path.home() / "rows.jsonl"]
+    assert config.eval_data == [Path("held_out.jsonl")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eval_every": 5},
+        {"max_steps": 10, "warmup_steps": 10},
+        {"max_steps": 0},
+        {"epochs": 0},
+        {"gradient_accumulation_steps": 0},
+        {"micro_batch_size": 0},
+        {"sequence_length": 1},
+        {"learning_rate": float("nan")},
+        {"learning_rate": 0.0},
+        {"seed": 2**32},
+        {"packing": 1},
+        {"epochs": 1.0},
+        {"epochs": True},
+        {"data": []},
+        {"data": [" "]},
+        {"model": ""},
+        {"lora": {"rank": 0}},
+        {"lora": {"dropout": 1.0}},
+        {"lora": {"dropout": -0.1}},
+        {"lora": {"targets": []}},
+        {"lora": {"targets": ["q_proj", " "]}},
+        {"lora": {"targets": ".*(q_proj"}},
+        {"lora": {"rnk": 8}},
+        {"colour": "always"},
+    ],
+)
+def test_wrong_options_are_refused(options):
+    with pytest.raises(ValidationError):
+        train_config(**options)
+
+
+def test_right_neighbours_of_the_wrong_options():
+    config = train_config(
+        eval_every=5, eval_data="e.jsonl", max_steps=10, warmup_steps=9, sequence_length=2, seed=2**32 - 1
+    )
+    assert (config.eval_every, config.warmup_steps, config.seed) == (5, 9, 2**32 - 1)
+    assert LoraConfig(rank=1, dropout=0.99, targets=".*(q_proj)").rank == 1
+
+
+def test_a_configuration_never_changes():
+    with pytest.raises(ValidationError, match="frozen"):
+        train_config().epochs = 2  # type: ignore[misc]
+
+
+def test_preview_takes_what_train_takes():
+    assert set(options_of(PreviewConfig)) == set(options_of(TrainConfig)) | {"rows", "colour"}
+
+
+def test_merge_options_belong_to_merged_exports():
+    paths = {"run": Path("runs/x"), "to": Path("out")}
+    assert ExportConfig(**paths, base="dequantized", dtype="float32").format == "merged"
+    for wrong in ({"base": "dequantized"}, {"dtype": "float32"}):
+        with pytest.raises(ValidationError, match="leave them out"):
+            ExportConfig(**paths, format="adapter", **wrong)
+
+
+def test_generation_takes_one_source_of_prompts():
+    assert GenerateConfig(model="runs/x", prompt="Hello").temperature == 0
+    for wrong in ({}, {"prompt": "a", "prompts": Path("b")}):
+        with pytest.raises(ValidationError, match="either prompt or prompts"):
+            GenerateConfig(model="runs/x", **wrong)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_means(command):
+    for option in options_of(command).values():
+        assert option.field.description, option.name
+        assert option.values, option.name
+    assert set(command.headings) <= set(options_of(command))
+
+
+def test_the_options_page_is_current():
+    generator = runpy.run_path(str(DOCS / "generate_options.py"))
+    page = (DOCS / "options.md").read_text("utf-8")
+    assert page == generator["options_page"](), "run `python docs/generate_options.py`"
+    for option in options_of(TrainConfig):
+        assert f"| `{option}` |" in page
