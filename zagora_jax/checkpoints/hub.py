@@ -1,0 +1,64 @@
+"""A model of the Hugging Face hub: the files that are needed, and no others, as a local directory."""
+
+import glob
+import re
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from zagora_jax.checkpoints.huggingface import ASSET_FILES, INDEX, TEMPLATE_DIRECTORY, WEIGHTS, read_weight_map
+from zagora_jax.errors import UserError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_id(model: str) -> bool:
+    """Tell whether `model` has the form OWNER/NAME."""
+    return bool(_HUB_ID.fullmatch(model))
+
+
+def download(hub_id: str) -> Path:
+    """Bring the model `hub_id` into the hub's local cache and return its directory there.
+
+    The index is read first and names the weight files, so that no other format, no duplicate and no code is fetched.
+    Files that are in the cache already are not fetched again, and do without the hub.
+
+    Raises:
+        UserError: The hub cannot be reached, refuses, or does not hold such a model.
+    """
+    directory = _snapshot(hub_id, [*ASSET_FILES, f"{TEMPLATE_DIRECTORY}/*.jinja", INDEX])
+    index = directory / INDEX
+    if index.is_file():
+        weights = sorted(set(read_weight_map(index.read_bytes(), str(index)).values()))
+    else:
+        weights = [WEIGHTS]
+    return _snapshot(hub_id, [glob.escape(name) for name in weights])
+
+
+def _snapshot(hub_id: str, patterns: list[str]) -> Path:
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{hub_id}: access must be granted first. Accept the model's terms on its page, then log in with "
+            "`hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{hub_id} is neither a local folder nor a model that the hub shows you. Check the spelling; "
+            "a private model needs `hf auth login`."
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()
+        raise UserError(
+            f"{hub_id} is no local folder, and the hub cannot be reached to download it "
+            f"({reason[0] if reason else type(error).__name__}). Name a local folder or a GGUF file, or try again "
+            "where there is a network."
+        ) from error

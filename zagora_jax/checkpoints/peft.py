@@ -1,0 +1,215 @@
+"""A LoRA adapter on disk in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from zagora_jax.checkpoints.atomic import atomic_file, write_bytes
+from zagora_jax.checkpoints.json_files import read_json_object
+from zagora_jax.checkpoints.safetensors_file import read_header, read_tensor
+from zagora_jax.checkpoints.safetensors_writer import write_safetensors
+from zagora_jax.errors import UserError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_DTYPES = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
+
+# Fields that say nothing about the adapter's arithmetic.
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+    "runtime_config",
+    "megatron_core",
+    "qalora_group_size",
+}
+# Initialisations after which the adapter stands on the unchanged base; the others, such as pissa, change the base.
+_PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """The fields of PEFT's LoraConfig that are honoured, under its names."""
+
+    r: int
+    lora_alpha: float
+    lora_dropout: float = 0.0
+    target_modules: str | tuple[str, ...]
+    use_rslora: bool = False
+    base_model_name_or_path: str | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor of B @ A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of adapter_config.json."""
+        targets = self.target_modules
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model_name_or_path,
+            "revision": None,
+            "inference_mode": True,
+            "r": self.r,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "target_modules": targets if isinstance(targets, str) else list(targets),
+            "exclude_modules": None,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "use_rslora": self.use_rslora,
+            "use_dora": False,
+            "layers_to_transform": None,
+            "layers_pattern": None,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+            "modules_to_save": None,
+        }
+
+
+def write_adapter(
+    directory: Path,
+    tensors: Mapping[str, np.ndarray],
+    config: AdapterConfig,
+    *,
+    modules: Collection[str] | None = None,
+    trained: bool = False,
+) -> None:
+    """Write an adapter, then open it again and check that it is whole.
+
+    Args:
+        directory: Made where it does not exist; each of the two files in it is replaced atomically.
+        tensors: A [r, in] and B [out, r] by PEFT's names,
+            `base_model.model.<module>.lora_A.weight` and `.lora_B.weight`.
+        config: What goes into adapter_config.json.
+        modules: Names of the adapted modules, where the caller can say them independently of `tensors`.
+        trained: Whether an optimizer step has been made: then some B must not be zero.
+
+    Raises:
+        ValueError: `tensors` are no whole adapter; nothing has been written.
+        RuntimeError: What was written reads back differently.
+    """
+    problem = _find_problem({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, config.r)
+    if problem:
+        raise ValueError(f"the adapter is not saved: {problem}")
+    found = {match["module"] for name in tensors if (match := _TENSOR_NAME.fullmatch(name))}
+    if modules is not None and found != set(modules):
+        difference = sorted(found ^ set(modules))
+        raise ValueError(
+            f"the adapter is not saved: expected {len(set(modules))} modules, found {len(found)}; "
+            f"{difference[0]} is on one side only"
+        )
+    if trained and not any(np.any(tensor) for name, tensor in tensors.items() if ".lora_B." in name):
+        raise ValueError("the adapter is not saved: every B is zero after training, so it does nothing")
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with atomic_file(directory / WEIGHTS) as file:
+        write_safetensors(
+            file,
+            {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()},
+            tensors.__getitem__,
+            metadata={"format": "pt"},
+        )
+    write_bytes(directory / CONFIG, (json.dumps(config.to_json(), indent=2) + "\n").encode())
+    _verify(directory, tensors, config)
+
+
+def read_adapter(directory: Path) -> tuple[dict[str, np.ndarray], AdapterConfig]:
+    """Read an adapter.
+
+    Returns:
+        The tensors by PEFT's names, each in the dtype it is stored in, and the config. Whether the named modules
+        exist in the model is for the caller to check.
+
+    Raises:
+        UserError: A file is missing or damaged, or the adapter uses what is not supported.
+    """
+    config = _read_config(directory)
+    if not (directory / WEIGHTS).exists():
+        pickled = " Found adapter_model.bin, which can run code and is never loaded: load and save it with PEFT once."
+        raise UserError(
+            f"{directory} holds no {WEIGHTS}.{pickled if (directory / 'adapter_model.bin').exists() else ''}"
+        )
+    infos = read_header(directory / WEIGHTS)
+    problem = _find_problem({name: (info.shape, info.dtype) for name, info in infos.items()}, config.r)
+    if problem:
+        raise UserError(f"{directory / WEIGHTS}: {problem}.")
+    return {name: read_tensor(info) for name, info in infos.items()}, config
+
+
+def _read_config(directory: Path) -> AdapterConfig:
+    path = directory / CONFIG
+    if not path.exists():
+        raise UserError(f"{directory} is no PEFT adapter: it holds no {CONFIG}.")
+    content = read_json_object(path)
+
+    def field(name: str, kinds: tuple[type, ...], default: Any = ...) -> Any:
+        value = content.pop(name, default)
+        if type(value) not in kinds:
+            found = "nothing" if value is ... else repr(value)
+            raise UserError(f"{path}: {name} must be {' or '.join(kind.__name__ for kind in kinds)}, found {found}.")
+        return value
+
+    peft_type, task_type = content.pop("peft_type", None), content.pop("task_type", None)
+    if peft_type != "LORA" or task_type not in ("CAUSAL_LM", None):
+        raise UserError(f"{path}: expected peft_type LORA for CAUSAL_LM, found {peft_type} for {task_type}.")
+    targets = field("target_modules", (str, list))
+    config = AdapterConfig(
+        r=field("r", (int,)),
+        lora_alpha=field("lora_alpha", (int, float)),
+        lora_dropout=field("lora_dropout", (int, float), 0.0),
+        target_modules=targets if isinstance(targets, str) else tuple(str(target) for target in targets),
+        use_rslora=field("use_rslora", (bool,), False),
+        base_model_name_or_path=content.get("base_model_name_or_path"),
+    )
+    if config.r < 1 or not math.isfinite(config.lora_alpha):
+        raise UserError(f"{path}: r is {config.r} and lora_alpha {config.lora_alpha}, expected r >= 1 and a number.")
+    initialisation = content.pop("init_lora_weights", True)
+    if initialisation not in _PLAIN_INITIALISATIONS:
+        raise UserError(f"{path}: init_lora_weights {initialisation!r} changes the base model, which is not supported.")
+    for name, value in content.items():
+        if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, []):
+            raise UserError(f"{path}: {name} = {value!r:.80} is not supported.")
+    return config
+
+
+def _find_problem(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], rank: int) -> str | None:
+    """Say why tensors of these shapes and dtypes are not pairs of A [rank, in] and B [out, rank]."""
+    if not tensors:
+        return "it has no tensors"
+    for name, (shape, dtype) in tensors.items():
+        match = _TENSOR_NAME.fullmatch(name)
+        if not match:
+            return f"tensor {name!r} is not named base_model.model.<module>.lora_A.weight or .lora_B.weight"
+        partner = name.replace(".lora_A.", ".lora_B.") if match["side"] == "A" else name.replace(".lora_B.", ".lora_A.")
+        if partner not in tensors:
+            return f"tensor {name!r} is there without {partner!r}"
+        expected = f"[{rank}, in]" if match["side"] == "A" else f"[out, {rank}]"
+        if len(shape) != 2 or 0 in shape or shape[0 if match["side"] == "A" else 1] != rank:
+            return f"tensor {name!r} has the shape {list(shape)}, expected {expected}"
+        if dtype not in _DTYPES:
+            return f"tensor {name!r} has the dtype {dtype}, expected a float of 16 bits or more"
+    return None
+
+
+def _verify(directory: Path, tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> None:
+    written, read_config = read_adapter(directory)
+    if read_config != config or written.keys() != tensors.keys():
+        raise RuntimeError(f"{directory}: the adapter reads back differently from what was written")
+    for name, tensor in tensors.items():
+        if written[name].dtype != tensor.dtype or written[name].tobytes() != tensor.tobytes():
+            raise RuntimeError(f"{directory / WEIGHTS}: tensor {name!r} reads back differently from what was written")

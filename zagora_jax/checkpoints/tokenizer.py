@@ -1,0 +1,183 @@
+"""The tokenizer of a checkpoint: transformers' fast tokenizer, out of files alone, without remote code and torch."""
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import sentencepiece_model_pb2
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from zagora_jax.checkpoints.checkpoint import Checkpoint
+from zagora_jax.checkpoints.huggingface import TEMPLATE_DIRECTORY, TOKENIZER_FILES
+from zagora_jax.checkpoints.json_files import parse_json_object
+from zagora_jax.checkpoints.tokenizer_json import TokenType, bos_template, sentencepiece_bpe
+from zagora_jax.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_UNIGRAM_TO_BPE = "save its tokenizer.json once: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `checkpoint` and check that it fits the model.
+
+    tokenizer.json is read as it stands, whatever class the config names; a folder that has a SentencePiece
+    tokenizer.model alone gets the tokenizer.json that it stands for.
+
+    Raises:
+        UserError: There is no tokenizer, it is of an unsupported kind, or has an id without an embedding row.
+    """
+    files = {
+        name: data
+        for name, data in checkpoint.assets.items()
+        if name in TOKENIZER_FILES or name.startswith(f"{TEMPLATE_DIRECTORY}/")
+    }
+    config = _read_json(files, "tokenizer_config.json", checkpoint)
+    config = {key: value for key, value in config.items() if key not in ("auto_map", "tokenizer_class")}
+    if "tokenizer.json" not in files:
+        if "tokenizer.model" not in files:
+            raise UserError(
+                f"{checkpoint.path} holds no tokenizer: looked for tokenizer.json and tokenizer.model. "
+                "Copy them from the model's source."
+            )
+        source = f"{checkpoint.path}: tokenizer.model"
+        content, special_tokens = _convert_sentencepiece(files["tokenizer.model"], config, source)
+        files["tokenizer.json"] = json.dumps(content).encode()
+        config = special_tokens | config
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    tokenizer = _load(files, checkpoint)
+    embedding = checkpoint.tensors.get("model.embed_tokens.weight")
+    if embedding is not None:
+        check_tokenizer(tokenizer, embedding.shape[0], source=_source_of_last_token(tokenizer, checkpoint))
+    _complete_special_tokens(tokenizer, checkpoint)
+    _warn_of_mismatch(tokenizer, checkpoint)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, source: str = "the tokenizer") -> None:
+    """Check that every token has an embedding; rows beyond the tokenizer's tokens are usual.
+
+    Args:
+        tokenizer: Any tokenizer.
+        vocab_rows: Rows of the embedding.
+        source: Names the tokenizer in errors.
+
+    Raises:
+        UserError: A token id is not below `vocab_rows`.
+    """
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= vocab_rows)
+    if beyond:
+        number, token = beyond[-1]
+        raise UserError(
+            f"{source}: token id {number} >= embedding rows {vocab_rows} ({len(beyond)} tokens lie beyond, the last is "
+            f"{token!r}). Use the tokenizer that belongs to the model, or remove the tokens that were added to it."
+        )
+
+
+def _load(files: dict[str, bytes], checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    with tempfile.TemporaryDirectory() as directory:
+        for name, data in files.items():
+            path = Path(directory, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        # The library raises whatever its parsers meet, bare Exception included.
+        except Exception as error:
+            reason = str(error).replace(directory, str(checkpoint.path))
+            raise UserError(f"{checkpoint.path}: the tokenizer cannot be loaded: {reason:.500}") from error
+    tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = checkpoint.name
+    return tokenizer
+
+
+def _convert_sentencepiece(data: bytes, config: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Turn a SentencePiece model into the tokenizer.json that gives the same ids, and name its special tokens.
+
+    Like transformers, take `legacy` behaviour where tokenizer_config.json does not say.
+    """
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    try:
+        proto.ParseFromString(data)
+    except Exception as error:  # protobuf's DecodeError; protobuf is no dependency of ours
+        raise UserError(
+            f"{source} is no SentencePiece model (Llama 3's, of the same name, lists tiktoken ranks): "
+            "tokenizer.json is needed beside it."
+        ) from error
+    if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
+        raise UserError(f"{source} is a SentencePiece model of another kind than BPE: {_UNIGRAM_TO_BPE}")
+    normalizer = proto.normalizer_spec
+    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
+        raise UserError(f"{source} normalises text ({normalizer.name}), unlike Llama's: {_UNIGRAM_TO_BPE}")
+
+    tokens = [piece.piece for piece in proto.pieces]
+    types = [piece.type for piece in proto.pieces]
+
+    def special(name: str, kind: TokenType, default: str) -> int | None:
+        text = config.get(f"{name}_token") or default
+        text = text["content"] if isinstance(text, dict) else text
+        return tokens.index(text) if text in tokens else (types.index(kind) if kind in types else None)
+
+    unknown = special("unk", TokenType.UNKNOWN, proto.trainer_spec.unk_piece)
+    bos = special("bos", TokenType.CONTROL, proto.trainer_spec.bos_piece)
+    eos = special("eos", TokenType.CONTROL, proto.trainer_spec.eos_piece)
+    legacy = config.get("legacy")
+    content = sentencepiece_bpe(
+        tokens,
+        types,
+        [piece.score for piece in proto.pieces],
+        unknown=None if unknown is None else tokens[unknown],
+        add_prefix_space=normalizer.add_dummy_prefix and config.get("add_prefix_space") is not False,
+        prefix_after_special=legacy is None or bool(legacy),
+        template=bos_template(
+            tokens,
+            bos if config.get("add_bos_token") is not False else None,
+            eos if config.get("add_eos_token") is True else None,
+        ),
+    )
+    numbers = {"unk_token": unknown, "bos_token": bos, "eos_token": eos}
+    return content, {name: tokens[number] for name, number in numbers.items() if number is not None}
+
+
+def _source_of_last_token(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint) -> str:
+    """Name the file that brings in the token with the highest id."""
+    vocabulary = tokenizer.get_vocab()
+    last = max(vocabulary, key=vocabulary.__getitem__, default="")
+    for name in ("added_tokens.json", "tokenizer_config.json"):
+        content = _read_json(checkpoint.assets, name, checkpoint)
+        if last in content or str(vocabulary.get(last)) in content.get("added_tokens_decoder", {}):
+            return f"{checkpoint.path}: {name}"
+    return f"{checkpoint.path}: {'tokenizer.json' if 'tokenizer.json' in checkpoint.assets else 'tokenizer.model'}"
+
+
+def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint) -> None:
+    """Take from config.json the BOS and EOS that the tokenizer's files do not name."""
+    for name in ("bos", "eos"):
+        configured = checkpoint.config.get(f"{name}_token_id")
+        number = configured[0] if isinstance(configured, list) and configured else configured
+        if getattr(tokenizer, f"{name}_token") is None and type(number) is int and 0 <= number < len(tokenizer):
+            token = tokenizer.convert_ids_to_tokens(number)
+            setattr(tokenizer, f"{name}_token", token)
+            logger.warning(
+                "%s: the tokenizer's files name no %s token; config.json's %r is used.", checkpoint.path, name, token
+            )
+
+
+def _warn_of_mismatch(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint) -> None:
+    """Warn where config and tokenizer name different tokens: the tokenizer's are used for data."""
+    for key in ("bos_token_id", "eos_token_id"):
+        configured, own = checkpoint.config.get(key), getattr(tokenizer, key)
+        accepted = configured if isinstance(configured, list) else [configured]
+        if configured is not None and own is not None and own not in accepted:
+            logger.warning(
+                "%s: config.json says %s %s, the tokenizer (tokenizer_config.json) says %s. The tokenizer's is used.",
+                checkpoint.path,
+                key,
+                configured,
+                own,
+            )
+
+
+def _read_json(files: Any, name: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    return parse_json_object(files[name], f"{checkpoint.path}: {name}") if name in files else {}
