@@ -1,0 +1,187 @@
+"""4-bit NormalFloat (NF4) with double quantisation, bit for bit as in bitsandbytes on a CPU.
+
+Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314. A matrix is taken row by row as one
+vector and cut into blocks of 64. A block keeps 4-bit codes and the index of its largest magnitude, itself quantised
+to 8 bits in groups of 256 blocks after the mean over all blocks (the offset) was subtracted.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from models.quantization import dynamic, exact
+
+BLOCK = 64
+GROUP = dynamic.BLOCK
+
+# Table of QLoRA's appendix E, as float32.
+TABLE = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+_MIDPOINTS = (TABLE[:-1] + TABLE[1:]) / np.float32(2)
+
+# bitsandbytes' lower bound of a divisor; as the scale of an all-zero last block that is not full it is even stored.
+_LEAST_ABSMAX = float(np.float32(1e-38))
+# Tensors with larger weights than this are quantised without the lift that keeps subnormal numbers exact.
+_LIFTED_BELOW = 2.0**60
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "absmax", "nested_absmax", "offset"],
+    meta_fields=["shape"],
+)
+@dataclasses.dataclass(frozen=True)
+class NF4Tensor:
+    """One matrix, or a stack of matrices of one shape along leading axes, in NF4.
+
+    Attributes:
+        codes: uint8[..., ceil(n / 2)], n = out * in; two codes a byte, the earlier weight in the high half.
+        absmax: uint8[..., ceil(n / 64)], index of each block's scale in the signed dynamic map.
+        nested_absmax: float32[..., ceil(blocks / 256)], factor of each group of blocks.
+        offset: float32[...], mean of the scales.
+        shape: (out, in) of one matrix.
+    """
+
+    codes: jax.Array
+    absmax: jax.Array
+    nested_absmax: jax.Array
+    offset: jax.Array
+    shape: tuple[int, int]
+
+
+@jax.jit
+def quantize(weight: jax.Array) -> NF4Tensor:
+    """Quantise one matrix, bit for bit as `bitsandbytes.functional.quantize_4bit(..., compress_statistics=True)`.
+
+    Two limits: where the largest weight is 2**60 or more, numbers below 2**-126 count as zero (and 2**126 is the
+    largest scale); above 32,768 blocks bitsandbytes' offset depends on the number of threads (see
+    `exact.sum_in_torch_order`), and this is the offset of one thread.
+
+    Args:
+        weight: float32, bfloat16 or float16 [out, in], finite.
+
+    Raises:
+        ValueError: It is not a matrix of floating-point numbers, or it is empty.
+    """
+    if weight.ndim != 2 or weight.size == 0 or not jnp.issubdtype(weight.dtype, jnp.floating):
+        raise ValueError(f"NF4 quantises a non-empty floating-point matrix [out, in], not {weight.dtype}{weight.shape}")
+    flat = weight.reshape(-1).astype(jnp.float32)
+    whole = flat.size // BLOCK * BLOCK
+    blocks, rest = flat[:whole].reshape(-1, BLOCK), flat[whole:]
+
+    block_magnitude = jnp.max(exact.magnitude(blocks), axis=1)
+    largest = jnp.max(jnp.concatenate([block_magnitude, exact.magnitude(rest)]))
+    lifted = lax.bitcast_convert_type(largest, jnp.float32) < _LIFTED_BELOW
+    least = jnp.where(lifted, jnp.float32(_LEAST_ABSMAX * exact.LIFT), jnp.finfo(jnp.float32).tiny)
+
+    absmax = exact.lift(lax.bitcast_convert_type(block_magnitude, jnp.float32), lifted)
+    # bitsandbytes multiplies whole blocks by the reciprocal, but divides the rest.
+    codes = _nearest(exact.lift(blocks, lifted) * (1 / jnp.maximum(absmax, least))[:, None]).reshape(-1)
+    if rest.size:
+        rest = exact.lift(rest, lifted)
+        rest_absmax = jnp.maximum(jnp.max(jnp.abs(rest)), least)
+        # The maximum with |rest| changes nothing but keeps XLA from multiplying by the scalar's reciprocal.
+        rest_codes = _nearest(rest / jnp.maximum(jnp.abs(rest), rest_absmax))
+        padding = jnp.full(flat.size % 2, _nearest(jnp.zeros(())))
+        codes = jnp.concatenate([codes, rest_codes, padding])
+        absmax = jnp.concatenate([absmax, rest_absmax[None]])
+    pairs = codes.reshape(-1, 2)
+    return NF4Tensor(pairs[:, 0] << 4 | pairs[:, 1], *_quantize_scales(absmax, lifted), weight.shape)
+
+
+def _nearest(values: jax.Array) -> jax.Array:
+    """Return the codes (uint8) nearest to `values` in [-1, 1]; a midpoint goes to the lower code."""
+    return sum(((values > midpoint).astype(jnp.uint8) for midpoint in _MIDPOINTS), jnp.zeros(values.shape, jnp.uint8))
+
+
+def _quantize_scales(absmax: jax.Array, lifted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantise lifted block scales float32[blocks] to indices, group factors and offset."""
+    offset = exact.lower(exact.mean_in_torch_order(absmax), lifted)
+    centred = absmax - exact.lift(offset, lifted)
+    indices, nested_absmax = dynamic.quantize(dynamic.pad_to_blocks(centred), signed=True)
+    return indices[: absmax.size], exact.lower(nested_absmax, lifted), offset
+
+
+def dequantize(quantized: NF4Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return the matrix [out, in], computed in float32 and rounded once to `dtype`.
+
+    In float32 it equals `bitsandbytes.functional.dequantize_4bit` bit for bit, but for numbers below 2**-126, which
+    XLA:CPU flushes to zero.
+
+    Args:
+        quantized: One matrix, without stack axes.
+        dtype: Floating-point type of the result.
+    """
+    if quantized.codes.ndim != 1:
+        raise ValueError(f"dequantize takes one matrix, but the codes have stack axes: {quantized.codes.shape}")
+    # Tied to the codes, neither the tables nor what is computed from them alone can be hoisted out of a scan over layers.
+    codes, table, scale_map = lax.optimization_barrier(
+        (quantized.codes, jnp.asarray(TABLE), jnp.asarray(dynamic.dynamic_map(signed=True)))
+    )
+    blocks = quantized.absmax.size
+    nested = jnp.repeat(quantized.nested_absmax, GROUP, total_repeat_length=quantized.nested_absmax.size * GROUP)
+    scales = exact.rounded(jnp.take(scale_map, quantized.absmax, mode="clip") * nested[:blocks]) + quantized.offset
+
+    codes = jnp.pad(codes, (0, blocks * BLOCK // 2 - codes.size))
+    indices = jnp.stack([codes >> 4, codes & 0xF], axis=-1).reshape(blocks, BLOCK)
+    weights = (jnp.take(table, indices, mode="clip") * scales[:, None]).astype(dtype)  # [blocks, 64]
+    out_features, in_features = quantized.shape
+    return weights.reshape(-1)[: out_features * in_features].reshape(out_features, in_features)
+
+
+def abstract(shape: tuple[int, int], stack: tuple[int, ...] = ()) -> NF4Tensor:
+    """Return the `jax.ShapeDtypeStruct`s of a matrix of `shape`, stacked along leading axes of sizes `stack`."""
+    n = shape[0] * shape[1]
+    blocks = -(-n // BLOCK)
+    return NF4Tensor(
+        codes=jax.ShapeDtypeStruct((*stack, -(-n // 2)), jnp.uint8),
+        absmax=jax.ShapeDtypeStruct((*stack, blocks), jnp.uint8),
+        nested_absmax=jax.ShapeDtypeStruct((*stack, -(-blocks // GROUP)), jnp.float32),
+        offset=jax.ShapeDtypeStruct(stack, jnp.float32),
+        shape=shape,
+    )
+
+
+def axes(stack_axes: tuple[str, ...] = (), shape: tuple[int, int] = (0, 0)) -> NF4Tensor:
+    """Return the logical axis names of each array, as tuples in the place of the arrays.
+
+    Args:
+        stack_axes: Names of the leading stack axes.
+        shape: The matrix's (out, in), for a result of the same tree structure as the tensor's.
+    """
+    return NF4Tensor(
+        codes=(*stack_axes, "codes"),  # type: ignore[arg-type]
+        absmax=(*stack_axes, "blocks"),  # type: ignore[arg-type]
+        nested_absmax=(*stack_axes, "groups"),  # type: ignore[arg-type]
+        offset=stack_axes,  # type: ignore[arg-type]
+        shape=shape,
+    )
+
+
+def bits_per_parameter(shape: tuple[int, int]) -> float:
+    """Return the bits that each weight of a matrix of `shape` takes, scales included (4.127 for large matrices)."""
+    leaves = jax.tree.leaves(abstract(shape))
+    return 8 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / (shape[0] * shape[1])
