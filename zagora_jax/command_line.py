@@ -10,8 +10,10 @@ from zagora_jax.config_file import read_file, read_list, read_scalar
 from zagora_jax.errors import UserError
 from zagora_jax.options import COMMAND_LINE, C, Given, Option, build, nearest, options_of
 
-BOOLEANS = ("true", "True", "TRUE", "false", "False", "FALSE")
-YAML_HINT = "CONFIG.yaml holds the same options with underscores, nested where a name has a dot (lora: {rank: 8})."
+YAML_HINT = (
+    "Lists are written a,b or [a, b]. CONFIG.yaml holds the same options, with underscores, and nested where a name "
+    "has a dot (lora: {rank: 8})."
+)
 
 
 def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
@@ -90,12 +92,10 @@ def _find(flag: str, options: Mapping[str, Option]) -> Option:
 
 
 def _takes(option: Option, rest: Sequence[str]) -> bool:
-    """Whether the next argument is the value of `option`, which a boolean one can do without."""
+    """Whether the next argument is the value of `option`; a boolean one can do without, as in `--packing run.yaml`."""
     if not rest or rest[0].startswith("--"):
         return False
-    if bool not in option.types or rest[0] in BOOLEANS:
-        return True
-    return Path in option.types and not rest[0].endswith((".yaml", ".yml"))
+    return bool not in option.types or not rest[0].endswith((".yaml", ".yml"))
 
 
 def _read(option: Option, text: str) -> object:
@@ -113,7 +113,7 @@ def help_text(config_class: type[CommandConfig]) -> str:
     parser = argparse.ArgumentParser(
         usage=f"python -m zagora_jax.{config_class.command} {place} [--option value ...]",
         description=config_class.__doc__,
-        epilog="Lists are written a,b or [a, b]. " + ("" if config_class.positional else YAML_HINT),
+        epilog=None if config_class.positional else YAML_HINT,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )

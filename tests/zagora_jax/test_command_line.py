@@ -125,6 +125,7 @@ def test_a_positional_option():
         (["--epochs", "two"], r'^command line: --epochs: expected a whole number, found "two"$'),
         (["--epochs", ""], r'--epochs: expected a whole number, found ""$'),
         (["--learning-rate", "-1"], r"--learning-rate: expected more than 0.*, found -1$"),
+        (["--packing", "yes"], r'--packing: expected true or false, found "yes"$'),
         (["--packing=maybe"], r'--packing: expected true or false, found "maybe"$'),
         (["--lora.dropout", "1.5"], r"--lora\.dropout: expected less than 1.*, found 1\.5$"),
         (["--lora.targets", "[a-z].*"], r"--lora\.targets: expected a YAML list or text, found \[a-z\]"),
