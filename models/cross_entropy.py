@@ -1,0 +1,86 @@
+"""Cross entropy of a language model's head, a few tokens at a time: logits [T, V] never exist."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK_TOKENS = 256  # float32 logits of 256 tokens over 128,256 words take 125 MiB
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def cross_entropy_sum(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk_tokens: int = CHUNK_TOKENS
+) -> jax.Array:
+    """Return the weighted sum over tokens of -log softmax(hidden @ head.T)[target].
+
+    The head is frozen: hidden alone gets a gradient, the other arguments get zeros. Where the call is
+    differentiated, each chunk's gradient is computed beside its loss, so that no logits are computed twice; it is
+    kept in hidden.dtype. Matrix products take operands in hidden.dtype and accumulate in float32, in which the
+    logits and all statistics are.
+
+    Args:
+        hidden: [T, D].
+        head: [V, D].
+        targets: int32 [T], below V also where the weight is 0.
+        weights: float32 [T], 0 for a token that is not supervised.
+        chunk_tokens: most tokens whose logits exist at a time.
+
+    Returns:
+        The sum, float32; 0 where all weights are. The caller divides by the sum of weights.
+    """
+    return _over_chunks(hidden, head, targets, weights, chunk_tokens, differentiate=False)[0]
+
+
+def _forward(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array | None]:
+    return _over_chunks(hidden, head, targets, weights, chunk_tokens, differentiate=True)
+
+
+def _backward(chunk_tokens: int, d_hidden: jax.Array, d_loss: jax.Array) -> tuple[jax.Array, None, None, None]:
+    return (d_hidden * d_loss).astype(d_hidden.dtype), None, None, None
+
+
+cross_entropy_sum.defvjp(_forward, _backward)
+
+
+def _over_chunks(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk_tokens: int,
+    *,
+    differentiate: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the loss, and its gradient [T, D] if asked for."""
+    tokens, width = hidden.shape
+    head = head.astype(hidden.dtype)
+    words = jnp.arange(head.shape[0])
+    count = max(1, math.ceil(tokens / chunk_tokens))
+    size = math.ceil(tokens / count)
+
+    def chunked(x: jax.Array) -> jax.Array:
+        padding = [(0, count * size - tokens), *[(0, 0)] * (x.ndim - 1)]  # padded tokens have weight 0
+        return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
+
+    def step(loss: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array | None]:
+        # The barrier keeps JAX from comparing words with targets ahead of the loop, for all tokens at once.
+        hidden, targets, weights, columns = lax.optimization_barrier((*chunk, words))
+        logits = jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
+        log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        is_target = targets[:, None] == columns
+        # A sum, not a look-up: it needs no gathering where the vocabulary is sharded.
+        target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+        loss += jnp.sum(weights * (log_total[:, 0] - target_logit))
+        if not differentiate:
+            return loss, None
+        d_logits = weights[:, None] * (jnp.exp(logits - log_total) - is_target)
+        d_hidden = jnp.einsum("tv,vd->td", d_logits.astype(hidden.dtype), head, preferred_element_type=jnp.float32)
+        return loss, d_hidden.astype(hidden.dtype)
+
+    loss, d_hidden = lax.scan(step, jnp.float32(0), tuple(map(chunked, (hidden, targets, weights))))
+    return loss, d_hidden if d_hidden is None else d_hidden.reshape(-1, width)[:tokens]
