@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from zagora_jax.data.examples import Examples
-from zagora_jax.data.packing import Packing, first_fit, one_row_each
+from zagora_jax.data.packing import Packing, best_fit, one_row_each
 from zagora_jax.errors import UserError
 
 # Without packing, sequences are as wide as the longest row, rounded up to a multiple of this.
@@ -160,7 +160,7 @@ class Batches:
         with self._lock:
             if epoch not in self._plans:
                 order = self._order(epoch)
-                plan = first_fit(order, self.examples.lengths, self.width) if self._packing else one_row_each(order)
+                plan = best_fit(order, self.examples.lengths, self.width) if self._packing else one_row_each(order)
                 self._plans = {**dict(list(self._plans.items())[-1:]), epoch: plan}  # two epochs meet while prefetching
             return self._plans[epoch]
 

@@ -33,6 +33,13 @@ GENERATION_MARK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 # this is the date that Llama 3's own templates fall back to.
 TEMPLATE_DATE = datetime(2024, 7, 26)
 
+# Templates get the date from a function, which only a macro of the template itself can replace.
+_FIXED_DATE = (
+    "{% macro strftime_now(form) %}{{ form"
+    + "".join(f".replace('%{code}', '{TEMPLATE_DATE.strftime('%' + code)}')" for code in "aAbBdeHIjmMpSyY")
+    + " }}{% endmacro %}\n"
+)
+
 # Stands in for an answer to find where a template puts it; a private-use character that no text holds.
 PROBE = "\uf8ff"
 
@@ -128,16 +135,15 @@ class _Template:
                 f"{location}: a row of turns needs a chat template, and {name_of(tokenizer)} has no default one; "
                 "use a model that has one, or rows of {text} or {prompt, completion}"
             ) from error
+        if "strftime_now" in self._source:
+            self._source = _FIXED_DATE + self._source
         self.marks_generations = GENERATION_MARK.search(self._source) is not None
 
     def render(
         self, turns: Sequence[Turn], *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and with `marks` the character spans of its generations; `prompt` adds the assistant's header."""
-        variables: dict[str, Any] = {
-            **self._tokenizer.special_tokens_map,
-            "strftime_now": TEMPLATE_DATE.strftime,
-        }
+        special_tokens: dict[str, Any] = self._tokenizer.special_tokens_map
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:
             rendered: Any = render_jinja_template(
@@ -145,7 +151,7 @@ class _Template:
                 chat_template=self._source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **variables,
+                **special_tokens,
             )
         except Exception as error:  # a template is a program: it may raise anything
             raise self.error(f"refuses the row: {error}") from error

@@ -121,6 +121,7 @@ def _suggestion(path: Path) -> str:
 def _read_json_lines(stream: BinaryIO, name: str) -> Iterator[SourceRow]:
     for number, line in enumerate(stream, start=1):
         location = Location(name, number)
+        line = line.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
             line = line.removeprefix(UTF8_MARK)
         if not line.strip():

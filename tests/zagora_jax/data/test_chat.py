@@ -1,0 +1,139 @@
+import chat_tokenizers as kinds
+import pytest
+
+from zagora_jax.data.chat import Rendered, render
+from zagora_jax.data.rows import Completion, Conversation, Instruction, PlainText, Turn
+from zagora_jax.data.sources import Location
+from zagora_jax.errors import UserError
+
+HERE = Location("train.jsonl", 7)
+TURNS = (
+    Turn("system", "Be brief."),
+    Turn("user", "Hi"),
+    Turn("assistant", "Hello"),
+    Turn("user", "Who?"),
+    Turn("assistant", "I"),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return kinds.byte_level()
+
+
+def with_template(tokenizer, template):
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learned(rendered: Rendered) -> list[str]:
+    return [rendered.text[start:end] for start, end in rendered.spans]
+
+
+@pytest.mark.parametrize(
+    "template", [kinds.CHATML, kinds.CHATML_MARKED, kinds.CHATML_MARKED_SHORT, kinds.CHATML_WITHOUT_PROMPT]
+)
+def test_answers_are_found_with_and_without_marks(tokenizer, template):
+    rendered = render(Conversation(TURNS), with_template(tokenizer, template), HERE)
+    messages = [turn._asdict() for turn in TURNS]
+    assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert learned(rendered) == ["Hello", "I"]
+    assert rendered.spans[1][0] == rendered.text.rindex("I<|im_end|>")
+
+
+@pytest.mark.parametrize("answer", ["assistant", "<|im_start|>assistant\n", "user", "<", "Hi", " Hi \n", "\n\nHi", ""])
+def test_answers_that_look_like_the_template(tokenizer, answer):
+    for template in (kinds.CHATML, kinds.CHATML_WITHOUT_PROMPT, kinds.CHATML_MARKED, kinds.CHATML_MARKED_SHORT):
+        turns = (Turn("user", "Hi"), Turn("assistant", answer), Turn("user", "Hi"), Turn("assistant", answer))
+        rendered = render(Conversation(turns), with_template(tokenizer, template), HERE)
+        assert [text.strip() for text in learned(rendered)] == [answer.strip()] * 2
+        assert [start for start, _ in rendered.spans] == [
+            len(before) for before in ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+            f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+        ]  # fmt: skip
+
+
+def test_template_that_trims(tokenizer):
+    llama3 = kinds.llama3()
+    rendered = render(Conversation((Turn("user", "Hi"), Turn("assistant", "\n Hello \n"))), llama3, HERE)
+    assert learned(rendered) == ["Hello"]
+    rendered = render(Conversation((Turn("user", "Hi"), Turn("assistant", " Hello"))), kinds.llama2(), HERE)
+    assert learned(rendered) == [" Hello"]  # the model writes the space: the prompt ends before it
+
+
+def test_conversation_that_begins_with_the_assistant(tokenizer):
+    turns = (Turn("assistant", "Welcome"), Turn("user", "Hi"), Turn("assistant", "Hello"))
+    rendered = render(Conversation(turns), with_template(tokenizer, kinds.CHATML), HERE)
+    assert learned(rendered) == ["Welcome", "Hello"]
+    with pytest.raises(
+        UserError, match=r"train\.jsonl, line 7: the chat template of tiny-llama-2 refuses.*must alternate"
+    ):
+        render(Conversation(turns), kinds.llama2(), HERE)
+
+
+def test_conversation_that_ends_with_the_user(tokenizer):
+    turns = (Turn("user", "Hi"), Turn("assistant", "Hello"), Turn("user", "Bye"))
+    assert learned(render(Conversation(turns), with_template(tokenizer, kinds.CHATML), HERE)) == ["Hello"]
+
+
+def test_reasoning_blocks(tokenizer):
+    with_template(tokenizer, kinds.QWEN3)
+    turns = (Turn("user", "Hi"), Turn("assistant", "Hello"), Turn("user", "Who?"), Turn("assistant", "I"))
+    rendered = render(Conversation(turns), tokenizer, HERE)
+    assert "assistant\n<think>\n\n</think>\n\nI<|im_end|>" in rendered.text
+    assert learned(rendered) == ["Hello", "I"]  # the empty block that the template writes is not learned
+    reasoned = "<think>\nWell.\n</think>\n\nI"
+    assert learned(render(Conversation((*turns[:3], Turn("assistant", reasoned))), tokenizer, HERE)) == [
+        "Hello",
+        reasoned,
+    ]
+    with pytest.raises(
+        UserError, match=r"line 7: the chat template of tiny-byte-level does not render turn 2 \(assistant\)"
+    ):
+        render(Conversation((turns[0], Turn("assistant", reasoned), *turns[2:])), tokenizer, HERE)
+
+
+def test_marks_that_do_not_fit_are_refused(tokenizer):
+    first_only = kinds.CHATML_MARKED.replace("message['role'] == 'assistant'", "loop.last")
+    with pytest.raises(UserError, match="marks 1 generations, expected 2"):
+        render(Conversation(TURNS), with_template(tokenizer, first_only), HERE)
+    altered = kinds.CHATML_MARKED.replace("{{ message['content'] +", "{{ 'nothing' +", 1)
+    with pytest.raises(UserError, match="does not mark assistant turn 1 as it was written"):
+        render(Conversation(TURNS), with_template(tokenizer, altered), HERE)
+
+
+def test_dates_in_templates_stand_still(tokenizer):
+    rendered = render(Conversation(TURNS), with_template(tokenizer, kinds.DATED), HERE)
+    assert rendered.text.startswith("Today is 26 Jul 2024.\n")
+
+
+def test_templates_run_in_a_sandbox(tokenizer):
+    with pytest.raises(UserError, match=r"refuses the row.*unsafe"):
+        render(Conversation(TURNS), with_template(tokenizer, "{{ messages.__class__.__mro__ }}"), HERE)
+
+
+def test_forms_with_a_chat_template(tokenizer):
+    with_template(tokenizer, kinds.CHATML)
+    chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
+    for form, request in (
+        (Completion("2+2?", "four"), "2+2?"),
+        (Instruction("Add.", "2 2", "four"), "Add.\n\n2 2"),
+        (Instruction("Add 2 and 2.", "", "four"), "Add 2 and 2."),
+    ):
+        rendered = render(form, tokenizer, HERE)
+        assert rendered.text == chat.format(request)
+        assert learned(rendered) == ["four"]
+    with pytest.raises(UserError, match=r"line 7, field prompt: .*found '<\|im_start\|>' at its start"):
+        render(Completion("<|im_start|>user\n2+2?<|im_end|>", "four"), tokenizer, HERE)
+
+
+def test_forms_without_a_chat_template(tokenizer):
+    with_template(tokenizer, None)
+    assert render(Completion("2+2=", "4"), tokenizer, HERE) == Rendered("2+2=4", ((4, 5),), chat=False)
+    assert render(PlainText("abc"), tokenizer, HERE) == Rendered("abc", ((0, 3),), chat=False)
+    rendered = render(Instruction("Add.", "2 2", "four"), tokenizer, HERE)
+    assert rendered.text.endswith("### Instruction:\nAdd.\n\n### Input:\n2 2\n\n### Response:\nfour")
+    assert learned(rendered) == ["four"]
+    assert "### Input" not in render(Instruction("Add.", "", "four"), tokenizer, HERE).text
+    with pytest.raises(UserError, match="line 7: a row of turns needs a chat template, and tiny-byte-level has no"):
+        render(Conversation(TURNS), tokenizer, HERE)

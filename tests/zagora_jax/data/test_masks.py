@@ -1,0 +1,131 @@
+import chat_tokenizers as kinds
+import numpy as np
+import pytest
+
+from zagora_jax.data.chat import render
+from zagora_jax.data.masks import Encoder
+from zagora_jax.data.rows import Completion, Conversation, PlainText, Turn
+from zagora_jax.data.sources import Location
+from zagora_jax.errors import UserError
+
+HERE = Location("train.jsonl", 7)
+TURNS = (
+    Turn("user", "What is the capital?"),
+    Turn("assistant", "Sofia, é 😀."),
+    Turn("user", "Hi"),
+    Turn("assistant", "  Hello\n"),
+)
+
+
+def encode(form, tokenizer, sequence_length=512):
+    [(tokens, supervised)] = Encoder(tokenizer, sequence_length).encode([render(form, tokenizer, HERE)], [HERE])
+    assert tokens.dtype == np.int32
+    assert supervised.dtype == bool
+    return tokens, supervised
+
+
+def runs(tokenizer, tokens, supervised) -> list[str]:
+    """The texts of neighbouring supervised tokens."""
+    borders = np.flatnonzero(np.diff(np.concatenate([[0], supervised.astype(int), [0]])))
+    return [tokenizer.decode(tokens[begin:end]) for begin, end in borders.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("template", [kinds.CHATML, kinds.CHATML_MARKED, kinds.CHATML_MARKED_SHORT])
+def test_answers_and_their_end_tokens_are_supervised(template, trim_offsets):
+    tokenizer = kinds.byte_level(template, trim_offsets=trim_offsets)
+    tokens, supervised = encode(Conversation(TURNS), tokenizer)
+    reference = tokenizer.apply_chat_template([turn._asdict() for turn in TURNS])["input_ids"]
+    assert tokens.tolist() == reference
+    assert runs(tokenizer, tokens, supervised) == ["Sofia, é 😀.<|im_end|>", "  Hello\n<|im_end|>"]
+
+
+def test_mask_equals_that_of_transformers_where_the_template_has_marks():
+    tokenizer = kinds.byte_level(kinds.CHATML_MARKED)
+    _, supervised = encode(Conversation(TURNS), tokenizer)
+    reference = tokenizer.apply_chat_template(
+        [turn._asdict() for turn in TURNS], return_assistant_tokens_mask=True, return_dict=True
+    )
+    assert sum(reference["assistant_masks"]) > 0
+    assert supervised.astype(int).tolist() == reference["assistant_masks"]
+    _, derived = encode(Conversation(TURNS), kinds.byte_level(kinds.CHATML))
+    assert derived.tolist() == supervised.tolist()
+
+
+def test_llama_3_has_one_bos_though_template_and_tokenizer_write_one():
+    tokenizer = kinds.llama3()
+    turns = (Turn("user", "Hi"), Turn("assistant", "Hello"))
+    tokens, supervised = encode(Conversation(turns), tokenizer)
+    assert tokens.tolist() == tokenizer.apply_chat_template([turn._asdict() for turn in turns])["input_ids"]
+    assert (tokens == tokenizer.bos_token_id).sum() == 1
+    assert runs(tokenizer, tokens, supervised) == ["Hello<|eot_id|>"]
+
+
+def test_llama_2_spaces_around_the_answer_are_the_answers():
+    tokenizer = kinds.llama2()
+    tokens, supervised = encode(Conversation((Turn("user", "Hi"), Turn("assistant", "Sofia é"))), tokenizer)
+    reference = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Sofia é"}]
+    )
+    assert tokens.tolist() == reference["input_ids"]
+    assert [run.strip() for run in runs(tokenizer, tokens, supervised)] == ["Sofia é </s>"]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])["input_ids"]
+    assert not supervised[: len(prompt)].any()
+    assert supervised[len(prompt) :].all()
+
+
+@pytest.mark.parametrize("make", [kinds.llama3, kinds.llama2])
+def test_text_has_one_bos_and_one_eos(make):
+    tokenizer = make()
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    for text in ("Hello there", f"{bos}Hello there", f"Hello there{eos}"):
+        tokens, supervised = encode(PlainText(text), tokenizer)
+        assert tokens[0] == tokenizer.bos_token_id
+        assert (tokens == tokenizer.bos_token_id).sum() == 1
+        assert tokens[-1] == tokenizer.eos_token_id
+        assert (tokens == tokenizer.eos_token_id).sum() == 1
+        assert not supervised[0]
+        assert supervised[1:].all()
+
+
+def test_text_of_a_tokenizer_without_bos():
+    tokenizer = kinds.byte_level()
+    tokens, supervised = encode(PlainText("Hello there"), tokenizer)
+    assert tokens.tolist() == [*tokenizer("Hello there")["input_ids"], tokenizer.eos_token_id]
+    assert supervised.tolist() == [False] + [True] * (len(tokens) - 1)
+
+
+def test_one_answer_token_gives_two_supervised_targets():
+    tokenizer = kinds.byte_level(None)
+    tokens, supervised = encode(Completion("12345", "6"), tokenizer)
+    assert tokens.tolist() == [*tokenizer("123456")["input_ids"], tokenizer.eos_token_id]
+    assert supervised.tolist() == [False] * 5 + [True, True]
+
+
+def test_empty_text_has_no_tokens():
+    tokens, supervised = encode(PlainText(""), kinds.llama3())
+    assert len(tokens) == len(supervised) == 0
+
+
+def test_template_without_end_tokens_is_refused():
+    with pytest.raises(UserError, match="line 7: the chat template of tiny-byte-level writes no end token"):
+        encode(Conversation(TURNS), kinds.byte_level(kinds.ENDLESS))
+
+
+def test_tokenizer_without_eos_is_refused():
+    tokenizer = kinds.byte_level()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="tiny-byte-level: the tokenizer has no end-of-sequence token"):
+        Encoder(tokenizer, 16)
+
+
+def test_very_long_rows_are_encoded_as_far_as_they_can_be_used():
+    tokenizer = kinds.byte_level()
+    turns = (Turn("user", "Hi"), Turn("assistant", "word " * 200_000))
+    tokens, supervised = encode(Conversation(turns), tokenizer, sequence_length=64)
+    whole = tokenizer.apply_chat_template([turn._asdict() for turn in turns])["input_ids"]
+    assert 64 <= len(tokens) < 20_000
+    assert tokens[:64].tolist() == whole[:64]
+    prompt = tokenizer.apply_chat_template([turns[0]._asdict()], add_generation_prompt=True)["input_ids"]
+    assert np.flatnonzero(supervised)[0] == len(prompt)
+    assert supervised[len(prompt) :].all()
