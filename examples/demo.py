@@ -8,11 +8,11 @@ of the answers are right afterwards.
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from fetch_smollm2 import DEFAULT_FOLDER, fetch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -47,7 +47,7 @@ def main() -> int:
     os.chdir(REPOSITORY)
     console = Console(highlight=False)
     console.rule("[bold]1. A real model: SmolLM2-135M-Instruct", align="left")
-    model = fetch_model()
+    model = str(fetch(DEFAULT_FOLDER))
     config = parse(TrainConfig, [str(CONFIG), "--model", model])
     questions = [question for file in config.eval_data or [] for question in read_questions(file)]
     shutil.rmtree(config.output, ignore_errors=True)  # an earlier demo's
@@ -72,14 +72,6 @@ def main() -> int:
         console.print(f"[red]fewer than {NEEDED:.0%} of the answers are right")
         return 1
     return 0
-
-
-def fetch_model() -> str:
-    """The path of SmolLM2's GGUF file, fetched into .cache where it is not there yet."""
-    fetching = subprocess.run(
-        [sys.executable, "examples/fetch_smollm2.py"], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return fetching.stdout.strip()
 
 
 def read_questions(file: Path) -> list[Question]:
