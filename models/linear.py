@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models import quantization as formats
 from models.fetch import Fetch
 from models.lora import LoRA, LoRAConfig
 from models.parameters import Frozen
-from models.quantization import FORMATS, StoredWeight, dequantize
+from models.quantization import StoredWeight, dequantize
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -56,9 +57,10 @@ class Linear(nnx.Module):
         stack: tuple[int, ...],
     ):
         """Declare the weights [*stack, out, in]; `stack` is () for one layer, (L,) for L layers on a leading axis."""
-        weight_format, stack_axes = FORMATS[quantization], ("layers",) * len(stack)
-        shape = (out_features, in_features)
-        self.weight = Frozen(weight_format.abstract(shape, stack, dtype), axes=weight_format.axes(stack_axes))
+        shape, stack_axes = (out_features, in_features), ("layers",) * len(stack)
+        self.weight = Frozen(
+            formats.abstract(quantization, shape, stack, dtype), axes=formats.axes(quantization, shape, stack_axes)
+        )
         self.bias = (
             Frozen(jax.ShapeDtypeStruct((*stack, out_features), dtype), axes=(*stack_axes, "out")) if bias else None
         )
@@ -67,7 +69,7 @@ class Linear(nnx.Module):
 
     def add_adapter(self, config: LoRAConfig, stream: int) -> None:
         """Declare an adapter beside the frozen weight."""
-        self.adapter = LoRA(self.in_features, self.out_features, config, self.stack, stream)
+        self.adapter = nnx.data(LoRA(self.in_features, self.out_features, config, self.stack, stream))
 
     def __call__(self, x: jax.Array, fetch: Fetch, dropout_key: jax.Array | None) -> jax.Array:
         """Apply to x [..., in]; the result [..., out] has x's dtype."""

@@ -104,8 +104,10 @@ class TrainConfig(CommandConfig):
     )
     lora: LoraConfig = LoraConfig()
 
-    data: FilePaths = Field(
-        description="The training rows: one or more JSONL, JSON or Parquet files, also with .gz at the end."
+    data: FilePaths | None = Field(
+        None,
+        description="The training rows: one or more JSONL, JSON or Parquet files, also with .gz at the end. Required, "
+        "but for a synthetic model, which trains on random tokens.",
     )
     eval_data: FilePaths | None = Field(
         default=None, description="Rows held out, in files of the same kinds. No row of data is ever held out."

@@ -1,26 +1,49 @@
-"""Formats of frozen weights behind one small interface; a format is one file with these functions.
+"""How frozen weights are stored: as plain arrays, or in a quantised format.
 
-- `abstract(shape, stack, dtype)`: the stored arrays of weights [*stack, out, in] as ShapeDtypeStructs;
-- `axes(stack_axes)`: the logical axis names of those arrays, in the same structure;
-- `quantize(weight, dtype)`: one matrix [out, in] into its stored arrays;
-- `dequantize(stored, dtype)`: back to one matrix [out, in] of `dtype`.
+A format is one file here with a pytree class of one matrix's arrays (or of a stack of matrices) and these functions:
 
-`dtype` is the dtype of computation; formats that store codes ignore it when they store.
+- `abstract(shape, stack)`: the arrays of matrices [*stack, out, in] as ShapeDtypeStructs;
+- `axes(stack_axes, shape)`: the logical axis names of those arrays, in the same structure;
+- `quantize(weight)`: one matrix [out, in] into its arrays;
+- `dequantize(quantized, dtype)`: back to one matrix [out, in] of `dtype`.
 """
 
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from models.quantization import dense, nf4
+from models.quantization import nf4
 from models.quantization.nf4 import NF4Tensor
 
-FORMATS: dict[str, ModuleType] = {"none": dense, "nf4": nf4}
+FORMATS: dict[str, ModuleType] = {"nf4": nf4}
+_FORMAT_OF_TYPE: dict[type, ModuleType] = {NF4Tensor: nf4}
 
 StoredWeight = jax.Array | NF4Tensor
 
 
+def abstract(quantization: str, shape: tuple[int, int], stack: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Describe stored matrices [*stack, out, in]; `dtype` is that of plain arrays (quantization "none")."""
+    if quantization == "none":
+        return jax.ShapeDtypeStruct((*stack, *shape), dtype)
+    return FORMATS[quantization].abstract(shape, stack)
+
+
+def axes(quantization: str, shape: tuple[int, int], stack_axes: tuple[str, ...]) -> Any:
+    """Name the logical axes of what `abstract` describes."""
+    if quantization == "none":
+        return (*stack_axes, "out", "in")
+    return FORMATS[quantization].axes(stack_axes, shape)
+
+
+def is_quantized(stored: Any) -> bool:
+    """Whether a parameter is stored in a quantised format."""
+    return type(stored) in _FORMAT_OF_TYPE
+
+
 def dequantize(stored: StoredWeight, dtype: jnp.dtype) -> jax.Array:
     """Turn the stored form of one matrix into an array [out, in] of `dtype`."""
-    return (nf4 if isinstance(stored, NF4Tensor) else dense).dequantize(stored, dtype)
+    if is_quantized(stored):
+        return _FORMAT_OF_TYPE[type(stored)].dequantize(stored, dtype)
+    return stored.astype(dtype)

@@ -1,0 +1,77 @@
+"""Between the model's stacked adapter parameters and PEFT's files."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.llama import Llama
+from models.parameters import Adapter
+from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
+from zagora_jax.config import LoraConfig
+from zagora_jax.errors import UserError
+
+PEFT_PREFIX = "base_model.model"
+
+
+def peft_names(model: Llama) -> dict[str, tuple[tuple[str, ...], int]]:
+    """Map each PEFT tensor name to a parameter's path and the layer of its stack."""
+    names = {}
+    for path, _ in nnx.to_flat_state(nnx.state(model, Adapter)):
+        *module, _adapter, weight = path[2:]
+        for layer in range(model.config.num_layers):
+            name = ".".join((PEFT_PREFIX, "model", "layers", str(layer), *module, weight, "weight"))
+            names[name] = (path, layer)
+    return names
+
+
+def save_adapter(directory: Path, model: Llama, adapters: nnx.State, lora: LoraConfig, base_name: str) -> None:
+    """Write the adapter as PEFT does: one tensor a layer and matrix, float32."""
+    stacks = {path: np.asarray(variable.get_value()) for path, variable in nnx.to_flat_state(adapters)}
+    tensors = {name: stacks[path][layer] for name, (path, layer) in peft_names(model).items()}
+    write_adapter(directory, tensors, peft_config(model, lora, base_name))
+
+
+def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig:
+    """Describe the adapter for PEFT; "all-linear" is spelled out as the names of the adapted modules."""
+    targets = lora.targets
+    if targets == "all-linear":
+        targets = sorted({path[-3] for path, _ in nnx.to_flat_state(nnx.state(model, Adapter))})
+    return AdapterConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
+        target_modules=targets if isinstance(targets, str) else tuple(targets),
+        base_model_name_or_path=base_name,
+    )
+
+
+def load_adapter(directory: Path, model: Llama) -> nnx.State:
+    """Read a PEFT adapter into the declared `model`'s adapter parameters, as float32.
+
+    Raises:
+        UserError: a tensor is missing, has no place in the model or has another shape.
+    """
+    tensors, _ = read_adapter(directory)
+    names = peft_names(model)
+    declared = dict(nnx.to_flat_state(nnx.state(model, Adapter)))
+    missing, extra = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
+    if missing or extra:
+        raise UserError(
+            f"{directory}: the adapter does not fit the model: {len(missing)} tensors missing"
+            f"{f' (first {missing[0]})' if missing else ''}, {len(extra)} without a place"
+            f"{f' (first {extra[0]})' if extra else ''}"
+        )
+    stacks = {path: np.empty(variable.get_value().shape, np.float32) for path, variable in declared.items()}
+    for name, (path, layer) in names.items():
+        if tensors[name].shape != stacks[path].shape[1:]:
+            raise UserError(
+                f"{directory}: tensor {name} has shape {tensors[name].shape}, the model's adapter needs "
+                f"{stacks[path].shape[1:]}"
+            )
+        stacks[path][layer] = tensors[name]
+    return nnx.from_flat_state(
+        [(path, variable.replace(jnp.asarray(stacks[path]))) for path, variable in declared.items()]
+    )

@@ -1,0 +1,105 @@
+"""The base model of a command: found, declared and checked, before any device memory is used."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from flax import nnx
+
+from models.config import ModelConfig
+from models.llama import Llama, linear_modules
+from models.lora import LoRAConfig
+from models.targets import lora_targets
+from zagora_jax.checkpoints.checkpoint import Checkpoint
+from zagora_jax.checkpoints.load import check_tensors, expected_tensors, load_frozen
+from zagora_jax.checkpoints.source import open_checkpoint
+from zagora_jax.checkpoints.synthetic import PREFIX, synthetic_config, synthetic_frozen
+from zagora_jax.config import LoraConfig
+from zagora_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A declared model and where its weights come from; `checkpoint` is None for a synthetic one."""
+
+    name: str
+    checkpoint: Checkpoint | None
+    model: Llama
+    quantization: str
+    dtype: jnp.dtype
+    seed: int
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the weights are random."""
+        return self.checkpoint is None
+
+    def tensor_count(self) -> int:
+        """Count the tensors that `load` reads."""
+        return len(expected_tensors(self.model))
+
+    def parameter_count(self) -> int:
+        """Count the base model's parameters, as they are before quantisation."""
+        return sum(math.prod(tensor.shape) for tensor in expected_tensors(self.model).values())
+
+    def load(self, on_tensor: Callable[[], None] = lambda: None) -> nnx.State:
+        """Put the frozen parameters on the device; `on_tensor` is called after every tensor read."""
+        if self.checkpoint is None:
+            return synthetic_frozen(self.model, self.seed)
+        return load_frozen(self.checkpoint, self.model, self.quantization, on_tensor)
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Load the tokenizer that accompanies the weights."""
+        if self.checkpoint is None:
+            raise UserError(f"--model {self.name}: synthetic weights have no tokenizer, so they cannot read text")
+        from zagora_jax.checkpoints.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.checkpoint)
+
+
+def open_base(name: str, *, quantization: str, dtype: str, lora: LoraConfig | None, seed: int = 0) -> BaseModel:
+    """Find the model `name`, declare it with adapters as asked, and check that its tensors are all there.
+
+    Raises:
+        UserError: whatever is wrong with the model's files, its config or the adapter's targets.
+    """
+    synthetic = name.startswith(PREFIX)
+    checkpoint = None if synthetic else open_checkpoint(name)
+    config = synthetic_config(name) if checkpoint is None else checkpoint.config
+    try:
+        model_config = ModelConfig.from_hf(config)
+        compute_dtype = jnp.dtype(dtype)
+        bare = Llama(model_config, quantization=quantization, dtype=compute_dtype)
+        adapter = None if lora is None else _lora_config(lora, bare)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
+    model = Llama(model_config, quantization=quantization, dtype=compute_dtype, lora=adapter)
+    if checkpoint is not None:
+        check_tensors(checkpoint, model)
+    return BaseModel(name, checkpoint, model, quantization, compute_dtype, seed)
+
+
+def _lora_config(options: LoraConfig, model: Llama) -> LoRAConfig:
+    """Resolve the targets against the model's modules, as PEFT does, and require the same ones in every layer."""
+    layers = model.config.num_layers
+    by_layer = {
+        path.replace("model.layers.", f"model.layers.{layer}."): path
+        for path in linear_modules(model)
+        for layer in range(layers)
+    }
+    matched = lora_targets(options.targets, list(by_layer))
+    counts: dict[str, int] = {}
+    for name in matched:
+        counts[by_layer[name]] = counts.get(by_layer[name], 0) + 1
+    for path, count in counts.items():
+        if count != layers:
+            raise ValueError(
+                f"lora.targets matches {path} in {count} of {layers} layers; adapters are laid over all layers alike, "
+                "so match it in every layer or in none"
+            )
+    return LoRAConfig(options.rank, options.alpha, options.dropout, options.use_rslora, frozenset(counts))

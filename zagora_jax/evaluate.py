@@ -1,0 +1,20 @@
+"""`python -m zagora_jax.evaluate RUN [--data FILE]`: the loss of a run's tuned model over rows."""
+
+import sys
+
+from zagora_jax.command_line import run_command
+from zagora_jax.config import EvaluateConfig
+
+
+def main(config: EvaluateConfig) -> None:
+    """Measure, and print the loss."""
+    from zagora_jax.evaluation import evaluate_run
+    from zagora_jax.reporting.progress import Reporter
+
+    reporter = Reporter()
+    result = evaluate_run(config, reporter)
+    reporter.say(f"loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(EvaluateConfig, main))

@@ -1,0 +1,180 @@
+"""Text from a model: batched sampling with a key-value cache, compiled once a shape."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.cache import KVCache
+from models.llama import Llama
+from zagora_jax.base import BaseModel, open_base
+from zagora_jax.checkpoints.load import split
+from zagora_jax.errors import UserError
+from zagora_jax.run_directory import RunDirectory
+from zagora_jax.tuned import open_tuned
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT_WIDTH_MULTIPLE = 32  # prompts are padded to this, so that few shapes are compiled
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: the likeliest at temperature 0, drawn at higher ones."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def open_generator(model: str, step: int | None = None) -> "Generator":
+    """Load a run's tuned model, of the checkpoint at `step` or the newest adapter, or a base model in NF4.
+
+    Raises:
+        UserError: there is no such model or checkpoint, or it has no tokenizer.
+    """
+    if RunDirectory(model).holds_a_run():
+        tuned = open_tuned(Path(model), step)
+        return Generator(tuned.graph, tuned.base.load(), tuned.adapters, tuned.base.tokenizer(), end_tokens(tuned.base))
+    if step is not None:
+        raise UserError(f"--checkpoint {step}: {model} is no run directory, so it has no checkpoints")
+    base = open_base(model, quantization="nf4", dtype=default_dtype(), lora=None)
+    graph, _, adapters = split(base.model)
+    return Generator(graph, base.load(), adapters, base.tokenizer(), end_tokens(base))
+
+
+def default_dtype() -> str:
+    """Return the dtype that is fastest here: float32 on a CPU, bfloat16 elsewhere."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def end_tokens(base: BaseModel) -> frozenset[int]:
+    """Return the ids that end a generation: the tokenizer's EOS, and what the model's configurations list."""
+    assert base.checkpoint is not None
+    ids = {base.tokenizer().eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        listed = json.loads(base.checkpoint.assets.get(name, b"{}")).get("eos_token_id")
+        ids.update(listed if isinstance(listed, list) else [listed])
+    return frozenset(token for token in ids if token is not None)
+
+
+class Generator:
+    """Generates from a model whose parameters are on the device."""
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        frozen: nnx.State,
+        adapters: nnx.State,
+        tokenizer: "PreTrainedTokenizerBase",
+        end_tokens: frozenset[int],
+    ):
+        """`end_tokens` are the ids that end a generation."""
+        self._graph, self._frozen, self._adapters = graph, frozen, adapters
+        self._tokenizer, self._end_tokens = tokenizer, end_tokens
+
+    def answer(self, questions: Sequence[str], sampling: Sampling) -> list[str]:
+        """Ask each question as a user's turn of its own, in the tokenizer's chat template."""
+        prompts = []
+        for question in questions:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            )
+            prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._decode(self.generate(prompts, sampling))
+
+    def complete(self, texts: Sequence[str], sampling: Sampling) -> list[str]:
+        """Continue each text."""
+        return self._decode(self.generate([self._tokenizer.encode(text) for text in texts], sampling))
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """Continue each of the token sequences `prompts`, up to an end token, which is left out."""
+        if not prompts:
+            return []
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        if not lengths.all():
+            raise ValueError("a prompt without tokens cannot be continued")
+        width = -(-int(lengths.max()) // PROMPT_WIDTH_MULTIPLE) * PROMPT_WIDTH_MULTIPLE
+        tokens = np.zeros((len(prompts), width), np.int32)  # [B, P]
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        ends = tuple(sorted(self._end_tokens))
+        generated = _generate(
+            self._graph, ends, sampling.max_new_tokens, sampling.temperature == 0,
+            self._frozen, self._adapters, tokens, lengths, jnp.float32(sampling.temperature), sampling.seed,
+        )  # fmt: skip
+        return [_until(row, self._end_tokens) for row in np.asarray(generated)]
+
+    def _decode(self, generated: list[list[int]]) -> list[str]:
+        return [self._tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in generated]
+
+
+def _until(row: np.ndarray, end_tokens: frozenset[int]) -> list[int]:
+    tokens: list[int] = []
+    for token in map(int, row):
+        if token in end_tokens:
+            break
+        tokens.append(token)
+    return tokens
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _generate(
+    graph: nnx.GraphDef,
+    ends: tuple[int, ...],
+    max_new_tokens: int,
+    greedy: bool,
+    frozen: nnx.State,
+    adapters: nnx.State,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    temperature: jax.Array,
+    seed: jax.Array,
+) -> jax.Array:
+    """Return int32 [B, max_new_tokens]; what follows a sequence's end token is filled with end tokens.
+
+    The prompt's tokens take the slots 0 to P - 1 (with unused ones behind short prompts), the new ones those from P
+    on, so that all sequences write to the same slot.
+    """
+    model: Llama = nnx.merge(graph, frozen, adapters)
+    batch, width = tokens.shape
+    slots = jnp.arange(width + max_new_tokens)
+    prompt_slots = slots[None, :] < lengths[:, None]  # [B, T]
+    key, end_ids = jax.random.key(seed), jnp.array(ends, jnp.int32)
+
+    def choose(hidden: jax.Array, index: jax.Array | int) -> jax.Array:
+        logits = jnp.einsum("bd,vd->bv", hidden, model.head, preferred_element_type=jnp.float32)  # [B, V]
+        if greedy:
+            return logits.argmax(-1).astype(jnp.int32)
+        return jax.random.categorical(jax.random.fold_in(key, index), logits / temperature).astype(jnp.int32)
+
+    cache = KVCache.empty(model.config, batch, width + max_new_tokens, model.head.dtype)
+    positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+    causal = slots[None, :] <= jnp.arange(width)[:, None]  # [P, T]
+    hidden, cache = model.extend(tokens, positions, cache, 0, causal[None] & prompt_slots[:, None])
+    first = choose(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0], 0)
+    out = jnp.full((batch, max_new_tokens), ends[0] if ends else 0, jnp.int32).at[:, 0].set(first)
+
+    def unfinished(carry: tuple) -> jax.Array:
+        index, _, _, done = carry
+        return (index < max_new_tokens) & ~done.all()
+
+    def extend(carry: tuple) -> tuple[Any, ...]:
+        index, out, cache, done = carry
+        slot = width + index - 1
+        valid = prompt_slots | ((slots >= width) & (slots <= slot))[None, :]
+        last = jax.lax.dynamic_slice_in_dim(out, index - 1, 1, axis=1)  # [B, 1]
+        hidden, cache = model.extend(last, (lengths + index - 1)[:, None], cache, slot, valid[:, None])
+        chosen = choose(hidden[:, 0], index)
+        chosen = jnp.where(done, out[:, index], chosen)
+        return index + 1, out.at[:, index].set(chosen), cache, done | jnp.isin(chosen, end_ids)
+
+    return jax.lax.while_loop(unfinished, extend, (jnp.int32(1), out, cache, jnp.isin(first, end_ids)))[1]

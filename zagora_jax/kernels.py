@@ -1,0 +1,28 @@
+"""Which compiled kernels a command's options lead to on this machine."""
+
+import jax
+
+from models.attention import choose_kernel
+from zagora_jax.base import BaseModel
+from zagora_jax.config import TrainConfig
+from zagora_jax.errors import UserError
+from zagora_jax.step import ForwardOptions
+
+
+def forward_options(config: TrainConfig, base: BaseModel) -> ForwardOptions:
+    """Resolve "auto", and refuse a kernel that cannot do what is asked.
+
+    Raises:
+        UserError: says why the kernel cannot be used.
+    """
+    try:
+        kernel = choose_kernel(
+            config.attention,
+            platform=jax.default_backend(),
+            packing=config.packing,
+            dtype=config.compute_dtype,
+            head_dim=base.model.config.head_dim,
+        )
+    except ValueError as error:
+        raise UserError(f"--attention: {error}") from error
+    return ForwardOptions(kernel=kernel, remat=config.remat, segmented=config.packing)

@@ -1,0 +1,95 @@
+"""What a person sees while a run goes on: a banner, progress bars on a terminal, plain lines elsewhere."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Reporter:
+    """Prints a run's story to a console."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+
+    def banner(self, title: str, facts: Mapping[str, object]) -> None:
+        """Print what was decided, a line a fact."""
+        table = Table.grid(padding=(0, 2))
+        for name, value in facts.items():
+            table.add_row(f"[dim]{name}[/dim]", str(value).replace("[", r"\["))
+        self.console.rule(f"[bold]{title}", align="left")
+        self.console.print(table)
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self.console.print(text, markup=False)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table."""
+        table = Table(*columns, title=title, title_justify="left", show_lines=False)
+        for row in rows:
+            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        self.console.print(table)
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator["Count"]:
+        """Show how many of `total` things are done."""
+        if not self.console.is_terminal:
+            self.say(f"{what}: {total}")
+            yield Count(None, None)
+            return
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console) as progress:
+            yield Count(progress, progress.add_task(what, total=total))
+
+    @contextmanager
+    def training(self, total_steps: int, first_step: int, log_every: int) -> Iterator["TrainingProgress"]:
+        """Show the optimizer steps, from `first_step` (finished already) to `total_steps`."""
+        if not self.console.is_terminal:
+            yield TrainingProgress(self, None, None, total_steps, log_every)
+            return
+        columns = (
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=self.console, expand=True) as progress:
+            task = progress.add_task("step", total=total_steps, completed=first_step, numbers="compiling")
+            yield TrainingProgress(self, progress, task, total_steps, log_every)
+
+
+class Count:
+    """Counts finished things."""
+
+    def __init__(self, progress: Progress | None, task: object):
+        self._progress, self._task = progress, task
+
+    def advance(self) -> None:
+        """Count one more."""
+        if self._progress is not None:
+            self._progress.advance(self._task)  # type: ignore[arg-type]
+
+
+class TrainingProgress:
+    """Shows each step's numbers."""
+
+    def __init__(self, reporter: Reporter, progress: Progress | None, task: object, total_steps: int, log_every: int):
+        self._reporter, self._progress, self._task = reporter, progress, task
+        self._total_steps, self._log_every = total_steps, log_every
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Show the numbers of a finished step, every `log_every` steps and at the last."""
+        step = int(metrics["step"])
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)  # type: ignore[arg-type]
+        if step % self._log_every and step != self._total_steps:
+            return
+        numbers = (
+            f"loss {metrics['loss']:.4f}  lr {metrics['learning_rate']:.2e}  grad {metrics['grad_norm']:.3f}  "
+            f"{metrics['tokens_per_second']:,.0f} tok/s  {metrics['peak_memory_gib']:.2f} GiB"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, numbers=numbers)  # type: ignore[arg-type]
+        else:
+            self._reporter.say(f"step {step}/{self._total_steps}  {numbers}")

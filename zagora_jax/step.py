@@ -1,0 +1,182 @@
+"""The compiled train step: gradients of one optimizer step's micro-batches, and the update."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from models.cross_entropy import cross_entropy_sum
+from models.llama import Llama
+from zagora_jax.data.batches import Batch
+
+
+class TrainState(NamedTuple):
+    """What training changes. Everything here, and nothing else, is saved to resume.
+
+    Attributes:
+        step: int32, finished optimizer steps.
+        updates: int32, those of them whose gradients were finite, so that they changed the adapter.
+        adapters: the float32 LoRA parameters.
+        optimizer: optax's state.
+        loss_scale: the present scale of float16 gradients, None in other dtypes.
+    """
+
+    step: jax.Array
+    updates: jax.Array
+    adapters: nnx.State
+    optimizer: optax.OptState
+    loss_scale: "LossScale | None"
+
+
+class LossScale(NamedTuple):
+    """Dynamic loss scaling (arXiv:1710.03740): halved on overflow, doubled after GROWTH_INTERVAL clean steps."""
+
+    scale: jax.Array  # float32
+    clean_steps: jax.Array  # int32
+
+
+INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 200
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How the forward pass is computed. `segmented`: sequences are packed from several rows."""
+
+    kernel: str
+    remat: str
+    segmented: bool
+
+
+def initial_state(adapters: nnx.State, optimizer: optax.GradientTransformation, compute_dtype: str) -> TrainState:
+    """Return the state before the first step."""
+    loss_scale = None
+    if compute_dtype == "float16":
+        loss_scale = LossScale(jnp.float32(INITIAL_SCALE), jnp.int32(0))
+    return TrainState(jnp.int32(0), jnp.int32(0), adapters, optimizer.init(nnx.to_pure_dict(adapters)), loss_scale)
+
+
+def loss_sum(model: Llama, batch: Batch, options: ForwardOptions, dropout_key: jax.Array | None) -> jax.Array:
+    """Sum the loss over the supervised tokens of one micro-batch (arrays [M, S])."""
+    segment_ids = batch.segment_ids if options.segmented else None
+    hidden = model.hidden_states(
+        batch.tokens,
+        batch.positions,
+        segment_ids,
+        kernel=options.kernel,
+        remat=options.remat,
+        dropout_key=dropout_key,
+    )
+    flat = hidden.reshape(-1, hidden.shape[-1])  # [M*S, hidden]
+    return cross_entropy_sum(flat, model.head, batch.targets.reshape(-1), batch.weights.reshape(-1))
+
+
+def make_train_step(
+    graph: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    options: ForwardOptions,
+    *,
+    max_grad_norm: float,
+    dropout_seed: int | None,
+) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """Build the function (state, frozen, batch [A, M, S]) -> (state, metrics) that is to be jitted.
+
+    The loss is the sum over supervised tokens divided by their number, both over the whole optimizer step, so that
+    it is the same for every split into micro-batches. A step whose gradients are not finite leaves parameters and
+    optimizer as they were.
+
+    Args:
+        graph: the model's structure.
+        optimizer: applied to the clipped gradient.
+        schedule: the optimizer's learning rate by the number of updates, for the metrics.
+        options: how the forward pass is computed.
+        max_grad_norm: the global norm that gradients are clipped to; 0 does not clip.
+        dropout_seed: seeds the adapters' dropout, None switches it off.
+    """
+
+    def micro_batch_loss(adapters: nnx.State, frozen: nnx.State, batch: Batch, key: Any, scale: Any) -> Any:
+        model = nnx.merge(graph, frozen, adapters)
+        total = loss_sum(model, batch, options, key)
+        return total * scale, total
+
+    def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        step_key = None if dropout_seed is None else jax.random.fold_in(jax.random.key(dropout_seed), state.step)
+
+        def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
+            gradients, total = carry
+            index, micro_batch = inputs
+            key = None if step_key is None else jax.random.fold_in(step_key, index)
+            gradient, loss = jax.grad(micro_batch_loss, has_aux=True)(state.adapters, frozen, micro_batch, key, scale)
+            return (jax.tree.map(jnp.add, gradients, gradient), total + loss), None
+
+        zeros = jax.tree.map(jnp.zeros_like, state.adapters)
+        indices = jnp.arange(batch.tokens.shape[0])
+        (gradients, total), _ = jax.lax.scan(accumulate, (zeros, jnp.float32(0)), (indices, batch))
+        count = batch.weights.sum()
+        gradients = jax.tree.map(lambda g: g / (jnp.maximum(count, 1) * scale), gradients)
+        loss = total / jnp.maximum(count, 1)
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        if max_grad_norm:
+            clip = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_
+            gradients = jax.tree.map(lambda g: g * clip, gradients)
+        new = _update(optimizer, state, gradients, finite)
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(schedule(state.updates), jnp.float32),
+            "supervised_tokens": count,
+            "finite": finite,
+        }
+        if state.loss_scale is not None:
+            metrics["loss_scale"] = scale
+        return new, metrics
+
+    return step
+
+
+def _update(
+    optimizer: optax.GradientTransformation, state: TrainState, gradients: nnx.State, finite: jax.Array
+) -> TrainState:
+    old = nnx.to_pure_dict(state.adapters)
+    updates, optimizer_state = optimizer.update(nnx.to_pure_dict(gradients), state.optimizer, old)
+    candidate = (optax.apply_updates(old, updates), optimizer_state)
+    kept, optimizer_state = jax.tree.map(
+        lambda new, before: jnp.where(finite, new, before), candidate, (old, state.optimizer)
+    )
+    adapters = jax.tree.map(lambda x: x, state.adapters)
+    nnx.replace_by_pure_dict(adapters, kept)
+    return TrainState(
+        state.step + 1, state.updates + finite, adapters, optimizer_state, _next_scale(state.loss_scale, finite)
+    )
+
+
+def _next_scale(loss_scale: LossScale | None, finite: jax.Array) -> LossScale | None:
+    if loss_scale is None:
+        return None
+    clean = jnp.where(finite, loss_scale.clean_steps + 1, 0)
+    grow = clean >= GROWTH_INTERVAL
+    scale = jnp.where(finite, jnp.where(grow, loss_scale.scale * 2, loss_scale.scale), loss_scale.scale / 2)
+    return LossScale(jnp.maximum(scale, 1.0), jnp.where(grow, 0, clean))
+
+
+def make_evaluation_step(
+    graph: nnx.GraphDef, options: ForwardOptions
+) -> Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]:
+    """Build the function (adapters, frozen, batch [A, M, S]) -> (loss sum, supervised tokens), without dropout."""
+
+    def evaluate(adapters: nnx.State, frozen: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(graph, frozen, adapters)
+
+        def add(total: jax.Array, micro_batch: Batch) -> tuple[jax.Array, None]:
+            return total + loss_sum(model, micro_batch, options, None), None
+
+        total, _ = jax.lax.scan(add, jnp.float32(0), batch)
+        return total, batch.weights.sum()
+
+    return evaluate
