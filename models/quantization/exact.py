@@ -91,7 +91,3 @@ def lower(values: jax.Array, lifted: jax.Array) -> jax.Array:
     is_subnormal = values < jnp.float32(_SMALLEST_NORMAL * LIFT)
     return jnp.where(lifted, jnp.where(is_subnormal, subnormal, values * jnp.float32(1 / LIFT)), values)
 
-
-def magnitude(values: jax.Array) -> jax.Array:
-    """Return the bits of |values| (float32) as uint32, which order as the numbers do, subnormal ones included."""
-    return lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
