@@ -87,8 +87,8 @@ class Batches:
         self._seed = seed
         self._shuffle = shuffle
         self._plans: dict[int, Packing] = {}
-        self._lock = threading.Lock()  # the prefetching thread makes plans too
-        self._steps: list[int] = []
+        self._lock = threading.RLock()  # the prefetching thread makes plans too
+        self._sequences: list[int] = []
 
     @property
     def fingerprint(self) -> str:
@@ -99,12 +99,18 @@ class Batches:
         """Shapes and dtypes of a batch."""
         return Batch(*(jax.ShapeDtypeStruct(self._shape, dtype) for dtype in _DTYPES))  # type: ignore[arg-type]
 
+    def sequences_per_epoch(self, epoch: int = 0) -> int:
+        """Sequences with rows in them in an epoch; with packing, they may differ from epoch to epoch."""
+        with self._lock:
+            while len(self._sequences) <= epoch:
+                following = len(self._sequences)
+                self._sequences.append(self._plan(following).sequences if self._packing else len(self.examples))
+        return self._sequences[epoch]
+
     def steps_per_epoch(self, epoch: int = 0) -> int:
-        """Optimizer steps in an epoch; with packing, they may differ from epoch to epoch."""
-        while len(self._steps) <= epoch:
-            sequences = self._plan(len(self._steps)).sequences if self._packing else len(self.examples)
-            self._steps.append(-(-sequences // (self._shape[0] * self._shape[1])))
-        return self._steps[epoch]
+        """Optimizer steps in an epoch."""
+        accumulation, micro_batch_size, _ = self._shape
+        return -(-self.sequences_per_epoch(epoch) // (accumulation * micro_batch_size))
 
     def total_steps(self, epochs: int) -> int:
         """Optimizer steps in the first `epochs` epochs."""

@@ -1,0 +1,84 @@
+import io
+import json
+import subprocess
+import sys
+
+import chat_tokenizers as kinds
+import numpy as np
+import oracles
+import pytest
+from rich.console import Console
+
+from zagora_jax.data.batches import Batches
+from zagora_jax.data.examples import Example, Examples
+from zagora_jax.data.show import pieces, show
+from zagora_jax.data.sources import Location
+
+TEXT = "Sofia, é 😀.\n\nHi there"
+ANSWER = "[[The river \x1b[31mArda.<|im_end|>]]".replace("\x1b", "␛")
+
+
+def example_of(tokens, supervised) -> Example:
+    return Example(np.array(tokens, np.int32), np.array(supervised, bool), Location("train.jsonl", 3))
+
+
+@pytest.mark.parametrize("make", [kinds.byte_level, kinds.llama3, kinds.llama2])
+def test_pieces_join_to_the_text(make):
+    tokenizer = make()
+    tokens = tokenizer(TEXT)["input_ids"]
+    parts = list(pieces(example_of(tokens, [False] * 3 + [True] * (len(tokens) - 3)), tokenizer))
+    assert "".join(part.text for part in parts) == tokenizer.decode(tokens)
+    assert "".join(part.text for part in parts).endswith(TEXT)
+    assert "😀" in "".join(part.text for part in parts if part.supervised)
+    assert len(parts) > 5
+
+
+def shown(terminal: bool) -> str:
+    tokenizer = kinds.byte_level()
+    question, answer = (
+        tokenizer("Which river?")["input_ids"],
+        tokenizer("The river \x1b[31mArda.<|im_end|>")["input_ids"],
+    )
+    example = example_of(question + answer, [False] * len(question) + [True] * len(answer))
+    batches = Batches(Examples.of([example] * 3), sequence_length=64, packing=False, micro_batch_size=1)
+    console = Console(
+        file=io.StringIO(), force_terminal=terminal, width=60, color_system="standard" if terminal else None
+    )
+    show(batches, tokenizer, 2, console)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_supervised_tokens_stand_in_brackets():
+    text = shown(terminal=False)
+    assert "\x1b" not in text
+    assert f"Which river?{ANSWER}\n" in text
+    assert text.count("sequence ") == 2
+    assert "train.jsonl, line 3: " in text
+
+
+def test_on_a_terminal_supervised_tokens_are_coloured():
+    text = shown(terminal=True)
+    assert "\x1b[1;32m" in text or "\x1b[1;36m" in text
+    assert "[[The" not in text
+    assert "\x1b[31m" not in text  # the row's own escape code does not reach the terminal
+
+
+def test_command(tmp_path):
+    model = oracles.tiny_llama(tmp_path / "model")
+    rows = [
+        {"messages": [{"role": "user", "content": "Which river?"}, {"role": "assistant", "content": "Arda."}]},
+        {"messages": [{"role": "user", "content": "No answer"}]},
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "zagora_jax.preview", "--model", str(model), "--data", str(data)]
+    result = subprocess.run([*command, "--rows", "1"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    expected = "<|im_start|>user\nWhich river?<|im_end|>\n<|im_start|>assistant\n[[Arda.<|im_end|>]]\n"
+    assert expected in result.stdout
+    assert "1 of 2 rows" in result.stdout
+    assert f"rows left out, no supervised token: 1 ({data}, line 2)" in result.stdout
+    data.write_text("[]")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert f"error: {data}, line 1: expected an object, found a list" in result.stderr
