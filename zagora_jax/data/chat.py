@@ -10,8 +10,8 @@ How each form is rendered:
 | `Instruction` | a user turn (instruction, blank line, input), an assistant turn | Alpaca's prompt, then the output |
 
 Stock chat templates do not say what the assistant wrote. Where a template has `{% generation %}` marks they are used;
-otherwise each assistant turn is found by rendering the turns before it, and the rest must continue with the turn's own
-words. What the template puts before the answer (a role header, an empty reasoning block) is not learned.
+otherwise the conversation is rendered again with a probe for each answer, and both renderings must agree around it.
+What the template puts before the answer (a role header, an empty reasoning block) is not learned.
 """
 
 import re
@@ -118,8 +118,8 @@ def render_conversation(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBas
         text, marks = template.render(turns, marks=True)
         return Rendered(text, _marked_spans(text, marks, turns, tokenizer, template), chat=True)
     text, _ = template.render(turns)
-    answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
-    return Rendered(text, tuple(_derived_span(text, turns, index, template) for index in answers), chat=True)
+    spans = _spans_around_probes(text, turns, template) or _spans_after_prompts(text, turns, template)
+    return Rendered(text, tuple(spans), chat=True)
 
 
 class _Template:
@@ -162,33 +162,57 @@ class _Template:
         return UserError(f"{self._location}: the chat template of {name_of(self._tokenizer)} {what}")
 
 
-def _derived_span(text: str, turns: Sequence[Turn], index: int, template: _Template) -> tuple[int, int]:
-    """The span of an assistant turn in `text`, from renderings that stop before it."""
-    answer = turns[index].content.strip()
-    with_probe, _ = template.render([*turns[:index], Turn("assistant", PROBE)])
-    header = with_probe.rpartition(PROBE)[0]
-    # A conversation that begins with the assistant has nothing to render before its header.
-    prompt = template.render(turns[:index], prompt=True)[0] if index else header
-
-    if text.startswith(header):
-        # White space after the prompt belongs to the answer: the model has to write it.
-        start = len(prompt) if header.startswith(prompt) and not header[len(prompt) :].strip() else len(header)
-        if (end := _end_of_answer(text, len(header), answer)) is not None:
-            return start, end
-    # The header can depend on the answer (a reasoning block): then the prompt alone must come before it.
-    honours_prompt = header.startswith(prompt) and prompt != template.render(turns[:index])[0] if index else False
-    if honours_prompt and text.startswith(prompt) and (end := _end_of_answer(text, len(prompt), answer)) is not None:
-        return len(prompt), end
-    raise template.error(
-        f"does not render turn {index + 1} (assistant) as it was written, so its tokens cannot be told apart "
-        "(templates that drop earlier reasoning do this); change the row, or add {% generation %} marks to the template"
-    )
+def _spans_around_probes(text: str, turns: Sequence[Turn], template: _Template) -> list[tuple[int, int]] | None:
+    """The answers' spans, if `text` is the conversation with probes for answers, each probe replaced by its answer."""
+    answers = [turn.content for turn in turns if turn.role == "assistant"]
+    with_probes = [Turn(turn.role, PROBE) if turn.role == "assistant" else turn for turn in turns]
+    first, *others = template.render(with_probes)[0].split(PROBE)
+    if len(others) != len(answers) or not text.startswith(first):
+        return None
+    spans = []
+    position = len(first)
+    for answer, following in zip(answers, others, strict=True):
+        written = next((form for form in (answer, answer.strip()) if text.startswith(form + following, position)), None)
+        if written is None:
+            return None
+        spans.append((position, position + len(written)))
+        position += len(written) + len(following)
+    lead = _lead(first, turns, template)
+    return [(start - len(lead) if text.endswith(lead, 0, start) else start, end) for start, end in spans]
 
 
-def _end_of_answer(text: str, start: int, answer: str) -> int | None:
-    """Where `answer` ends if it stands at `start`, after any white space."""
-    start += len(text[start:]) - len(text[start:].lstrip()) if answer else 0
-    return start + len(answer) if text.startswith(answer, start) else None
+def _lead(header: str, turns: Sequence[Turn], template: _Template) -> str:
+    """White space that the template puts between prompt and answer, which the model has to write.
+
+    `header` is the text before the first answer. Without a turn before that, there is no prompt to compare with.
+    """
+    first_answer = next((index for index, turn in enumerate(turns) if turn.role == "assistant"), 0)
+    if not first_answer:
+        return ""
+    lead = header.removeprefix(template.render(turns[:first_answer], prompt=True)[0])
+    return "" if lead.strip() else lead
+
+
+def _spans_after_prompts(text: str, turns: Sequence[Turn], template: _Template) -> list[tuple[int, int]]:
+    """The answers' spans, each where the rendering of the turns before it, and the assistant's header, ends.
+
+    This finds answers that the template renders by their content, such as a reasoning block that it takes apart.
+    """
+    spans = []
+    for index, turn in enumerate(turns):
+        if turn.role != "assistant":
+            continue
+        prompt = template.render(turns[:index], prompt=True)[0] if index else ""
+        answer = turn.content.strip()
+        has_header = index > 0 and prompt != template.render(turns[:index])[0]
+        if not (has_header and text.startswith(prompt) and text[len(prompt) :].lstrip().startswith(answer)):
+            raise template.error(
+                f"does not render turn {index + 1} (assistant) as it was written, so its tokens cannot be told apart "
+                "(templates that drop earlier reasoning do this); change the row, or add {% generation %} marks to the "
+                "template"
+            )
+        spans.append((len(prompt), text.index(answer, len(prompt)) + len(answer)))
+    return spans
 
 
 def _marked_spans(
