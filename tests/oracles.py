@@ -135,7 +135,7 @@ def tiny_llama(
 ) -> Path:
     """Writes a random LlamaForCausalLM as a Hugging Face directory and returns the directory.
 
-    Two layers, d 64, ffn 160, 4 heads over 2 key-value heads, vocabulary 320 (more rows than the tokenizer has tokens).
+    Two layers, d 64, ffn 192, 4 heads over 2 key-value heads, vocabulary 320 (more rows than the tokenizer has tokens).
 
     Args:
         directory: made where it is missing.
@@ -150,7 +150,7 @@ def tiny_llama(
     directory.mkdir(parents=True, exist_ok=True)
     defaults: dict[str, Any] = {
         "hidden_size": 64,
-        "intermediate_size": 160,
+        "intermediate_size": 192,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -393,7 +393,9 @@ def load_base(model: Path, quantization: str = "none", dtype: str = "float32") -
     """transformers' model of a directory; a tensor that is missing, left over or mis-shaped is an error.
 
     With "nf4" each linear layer but lm_head is bitsandbytes' Linear4bit, and nothing here is cached or shared: see
-    `_evaluating`.
+    `_evaluating`. Input widths must then be multiples of 64: for others, bitsandbytes' AVX-512 kernel (0.50) begins
+    the blocks anew with each row when it dequantises a matrix, though its quantiser lets them span rows, and returns
+    wrong weights. For those, compare with `quantize_4bit` and `dequantize_4bit` of the flattened weight.
     """
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -421,6 +423,10 @@ def load_base(model: Path, quantization: str = "none", dtype: str = "float32") -
     problems = {kind: found for kind, found in report.items() if found}
     if problems:
         raise ValueError(f"{model}: {problems}")
+    if quantization == "nf4":
+        for name, module in network.named_modules():
+            if type(module).__name__ == "Linear4bit" and module.in_features % 64:
+                raise ValueError(f"{name}: {module.in_features} inputs are no multiple of 64; see load_base")
     return _evaluating(network)
 
 
@@ -428,7 +434,7 @@ def _evaluating(network: Any) -> Any:
     """Switches dropout off, while Linear4bit stays in train mode.
 
     In eval mode, on a CPU, its forward repacks the codes for good: backward then gives no LoRA gradient, a later save
-    differs, and widths that are no multiple of 64 fail (bitsandbytes 0.50, nn/modules.py).
+    differs (bitsandbytes 0.50, nn/modules.py).
     """
     network.eval()
     for module in network.modules():
