@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fetch_smollm2 import DEFAULT_FOLDER, fetch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from zagora_jax.command_line import parse
 from zagora_jax.config import ExportConfig, TrainConfig
 from zagora_jax.errors import UserError
-from zagora_jax.export import export
+from zagora_jax.exporter import export
 from zagora_jax.generation import Sampling, open_generator
+from zagora_jax.reporting.progress import Reporter
 from zagora_jax.trainer import train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -45,7 +45,8 @@ class Question:
 def main() -> int:
     """Tell the story; returns the exit status."""
     os.chdir(REPOSITORY)
-    console = Console(highlight=False)
+    reporter = Reporter()
+    console = reporter.console
     console.rule("[bold]1. A real model: SmolLM2-135M-Instruct", align="left")
     model = str(fetch(DEFAULT_FOLDER))
     config = parse(TrainConfig, [str(CONFIG), "--model", model])
@@ -55,11 +56,11 @@ def main() -> int:
     console.rule(f"[bold]2. {len(questions)} questions before training", align="left")
     before = ask(model, questions)
     console.rule("[bold]3. Training", align="left")
-    result = train(config)
+    result = train(config, reporter)
     console.rule("[bold]4. The same questions after training", align="left")
     after = ask(str(result.run_directory), questions)
     console.rule("[bold]5. Export", align="left")
-    written = export(parse(ExportConfig, [str(result.run_directory), "--to", str(EXPORT)]))
+    exported = export(parse(ExportConfig, [str(result.run_directory), "--to", str(EXPORT)]), reporter)
 
     console.rule("[bold]What came of it", align="left")
     console.print(side_by_side(questions, before, after))
@@ -67,7 +68,7 @@ def main() -> int:
     console.print(f"held-out loss: {result.loss_before:.3f} before, {result.loss_after:.3f} after")
     console.print(f"right answers: {right_before} of {len(questions)} before, {right_after} of {len(questions)} after")
     console.print(f"run:           {result.run_directory} (adapter/, checkpoints/, metrics.jsonl, config.yaml)")
-    console.print(f"exported:      {written}")
+    console.print(f"exported:      {exported.directory} ({', '.join(exported.files)})")
     if right_after < NEEDED * len(questions):
         console.print(f"[red]fewer than {NEEDED:.0%} of the answers are right")
         return 1
