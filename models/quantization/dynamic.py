@@ -75,7 +75,7 @@ def quantize(values: jax.Array, *, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def dequantize(codes: jax.Array, absmax: jax.Array, *, signed: bool) -> jax.Array:
-    """Return the values float32[..., n] of codes uint8[..., n], n a multiple of 256, and absmax float32[..., n / 256]."""
+    """Return the values float32[..., n] of codes uint8[..., n] and absmax float32[..., n / 256]."""
     values = jnp.take(jnp.asarray(dynamic_map(signed=signed)), codes, mode="clip")
     blocks = values.reshape(*absmax.shape, BLOCK) * absmax[..., None]
     return blocks.reshape(codes.shape)

@@ -90,4 +90,3 @@ def lower(values: jax.Array, lifted: jax.Array) -> jax.Array:
     subnormal = lax.bitcast_convert_type(mantissa, jnp.float32)
     is_subnormal = values < jnp.float32(_SMALLEST_NORMAL * LIFT)
     return jnp.where(lifted, jnp.where(is_subnormal, subnormal, values * jnp.float32(1 / LIFT)), values)
-

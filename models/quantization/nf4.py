@@ -7,6 +7,7 @@ to 8 bits in groups of 256 blocks after the mean over all blocks (the offset) wa
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def quantize(weight: jax.Array) -> NF4Tensor:
     whole = flat.size // BLOCK * BLOCK
     blocks, rest = flat[:whole].reshape(-1, BLOCK), flat[whole:]
 
-    lifted = jnp.max(jnp.abs(flat)) < _LIFTED_BELOW
+    lifted = jnp.max(jnp.abs(weight)).astype(jnp.float32) < _LIFTED_BELOW
     least = jnp.where(lifted, jnp.float32(_LEAST_ABSMAX * exact.LIFT), jnp.finfo(jnp.float32).tiny)
 
     absmax = _row_maximum(exact.lift(jnp.abs(blocks), lifted))
@@ -105,7 +106,8 @@ def quantize(weight: jax.Array) -> NF4Tensor:
         rest = rest / jnp.maximum(jnp.abs(rest), rest_absmax)
         codes = jnp.concatenate([codes, _nearest_codes(jnp.pad(rest, (0, rest.size % 2)))])
         absmax = jnp.concatenate([absmax, rest_absmax[None]])
-    return NF4Tensor(codes, *_quantize_scales(absmax, lifted), weight.shape)
+    out_features, in_features = weight.shape
+    return NF4Tensor(codes, *_quantize_scales(absmax, lifted), shape=(out_features, in_features))
 
 
 def _row_maximum(blocks: jax.Array) -> jax.Array:
@@ -116,7 +118,7 @@ def _row_maximum(blocks: jax.Array) -> jax.Array:
 
 
 def _nearest_codes(values: jax.Array) -> jax.Array:
-    """Return the codes nearest to an even number of values in [-1, 1], two a byte; a midpoint goes to the lower code."""
+    """Return the codes nearest to 2k values in [-1, 1] as k bytes; a midpoint goes to the lower code."""
     codes = sum((values > midpoint).astype(jnp.uint8) for midpoint in _MIDPOINTS)
     return jnp.sum(codes.reshape(-1, 2) * np.array([16, 1], np.uint8), axis=1, dtype=jnp.uint8)
 
@@ -141,7 +143,7 @@ def dequantize(quantized: NF4Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
     """
     if quantized.codes.ndim != 1:
         raise ValueError(f"dequantize takes one matrix, but the codes have stack axes: {quantized.codes.shape}")
-    # Tied to the codes, neither the tables nor what is computed from them alone can be hoisted out of a scan over layers.
+    # Tied to the codes, nothing that is computed from the tables can be hoisted out of a scan over layers.
     codes, table, scale_map = lax.optimization_barrier(
         (quantized.codes, jnp.asarray(TABLE), jnp.asarray(dynamic.dynamic_map(signed=True)))
     )
@@ -160,29 +162,29 @@ def abstract(shape: tuple[int, int], stack: tuple[int, ...] = ()) -> NF4Tensor:
     """Return the `jax.ShapeDtypeStruct`s of a matrix of `shape`, stacked along leading axes of sizes `stack`."""
     n = shape[0] * shape[1]
     blocks = -(-n // BLOCK)
-    return NF4Tensor(
-        codes=jax.ShapeDtypeStruct((*stack, -(-n // 2)), jnp.uint8),
-        absmax=jax.ShapeDtypeStruct((*stack, blocks), jnp.uint8),
-        nested_absmax=jax.ShapeDtypeStruct((*stack, -(-blocks // GROUP)), jnp.float32),
-        offset=jax.ShapeDtypeStruct(stack, jnp.float32),
-        shape=shape,
-    )
+    arrays: dict[str, Any] = {
+        "codes": jax.ShapeDtypeStruct((*stack, -(-n // 2)), jnp.uint8),
+        "absmax": jax.ShapeDtypeStruct((*stack, blocks), jnp.uint8),
+        "nested_absmax": jax.ShapeDtypeStruct((*stack, -(-blocks // GROUP)), jnp.float32),
+        "offset": jax.ShapeDtypeStruct(stack, jnp.float32),
+    }
+    return NF4Tensor(**arrays, shape=shape)
 
 
-def axes(stack_axes: tuple[str, ...] = (), shape: tuple[int, int] = (0, 0)) -> NF4Tensor:
+def axes(stack_axes: tuple[str, ...], shape: tuple[int, int]) -> NF4Tensor:
     """Return the logical axis names of each array, as tuples in the place of the arrays.
 
     Args:
         stack_axes: Names of the leading stack axes.
-        shape: The matrix's (out, in), for a result of the same tree structure as the tensor's.
+        shape: The matrix's (out, in), so that the result has the tensor's tree structure.
     """
-    return NF4Tensor(
-        codes=(*stack_axes, "codes"),  # type: ignore[arg-type]
-        absmax=(*stack_axes, "blocks"),  # type: ignore[arg-type]
-        nested_absmax=(*stack_axes, "groups"),  # type: ignore[arg-type]
-        offset=stack_axes,  # type: ignore[arg-type]
-        shape=shape,
-    )
+    names: dict[str, Any] = {
+        "codes": (*stack_axes, "codes"),
+        "absmax": (*stack_axes, "blocks"),
+        "nested_absmax": (*stack_axes, "groups"),
+        "offset": stack_axes,
+    }
+    return NF4Tensor(**names, shape=shape)
 
 
 def bits_per_parameter(shape: tuple[int, int]) -> float:
