@@ -14,7 +14,7 @@ from zagora_jax.errors import UserError
 class Encoder:
     """Turns rendered rows into tokens and masks.
 
-    Supervised are the tokens that hold a character of a learned span, and the end token after it: the one that the
+    Supervised are the tokens that hold text of a learned span, and the end token after it: the one that the
     chat template wrote, or, outside of chat, the tokenizer's end-of-sequence token, which is appended. Text that is not
     a chat also gets the tokens that the tokenizer begins a sequence with (once, if the text has them already). The
     first token of a row has nothing before it and is never supervised.
@@ -79,6 +79,8 @@ class Encoder:
         for start, end in row.spans:
             first = bisect.bisect_right(ends, start)
             last = bisect.bisect_left(starts, end)
+            if first < last and starts[first] < start and row.text[start : ends[first]].isspace():
+                first += 1  # white space of the prompt that swallowed some of the answer's
             if row.chat:
                 last = max(last, self._after_end_token(row, location, ids, starts, end))
             supervised[first:last] = True

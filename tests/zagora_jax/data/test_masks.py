@@ -129,3 +129,14 @@ def test_very_long_rows_are_encoded_as_far_as_they_can_be_used():
     prompt = tokenizer.apply_chat_template([turns[0]._asdict()], add_generation_prompt=True)["input_ids"]
     assert np.flatnonzero(supervised)[0] == len(prompt)
     assert supervised[len(prompt) :].all()
+
+
+def test_smollm2_whose_pad_is_its_eos(smollm2):
+    from zagora_jax.checkpoints import load_tokenizer, open_checkpoint
+
+    tokenizer = load_tokenizer(open_checkpoint(str(smollm2)))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    tokens, supervised = encode(Conversation(TURNS), tokenizer)
+    assert tokens.tolist() == tokenizer.apply_chat_template([turn._asdict() for turn in TURNS])["input_ids"]
+    # Header and second answer meet in the token "\n ", which a prompt cannot end with: it is left to the header.
+    assert runs(tokenizer, tokens, supervised) == ["Sofia, é 😀.<|im_end|>", " Hello\n<|im_end|>"]
