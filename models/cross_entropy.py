@@ -5,7 +5,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 CHUNK_TOKENS = 256  # float32 logits of 256 tokens over 128,256 words take 125 MiB
 
@@ -68,11 +67,10 @@ def _over_chunks(
         return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
 
     def step(loss: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array | None]:
-        # The barrier keeps JAX from comparing words with targets ahead of the loop, for all tokens at once.
-        hidden, targets, weights, columns = lax.optimization_barrier((*chunk, words))
+        hidden, targets, weights = chunk
         logits = jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
         log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        is_target = targets[:, None] == columns
+        is_target = targets[:, None] == words
         # A sum, not a look-up: it needs no gathering where the vocabulary is sharded.
         target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         loss += jnp.sum(weights * (log_total[:, 0] - target_logit))
@@ -82,5 +80,5 @@ def _over_chunks(
         d_hidden = jnp.einsum("tv,vd->td", d_logits.astype(hidden.dtype), head, preferred_element_type=jnp.float32)
         return loss, d_hidden.astype(hidden.dtype)
 
-    loss, d_hidden = lax.scan(step, jnp.float32(0), tuple(map(chunked, (hidden, targets, weights))))
+    loss, d_hidden = jax.lax.scan(step, jnp.float32(0), tuple(map(chunked, (hidden, targets, weights))))
     return loss, d_hidden if d_hidden is None else d_hidden.reshape(-1, width)[:tokens]
