@@ -78,17 +78,15 @@ class Checkpoint(ABC):
     def fingerprint(self) -> str:
         """Return a short hash that tells this model from others, at little cost.
 
-        It covers the config, each tensor's name, shape, dtype and first 256 bytes: enough to tell a base model from
-        its fine-tuned siblings. It is no checksum: a change deep inside one tensor can go unseen.
+        It covers the config and each tensor's name, shape, dtype and first 256 bytes, not the files' names: enough to
+        tell a base model from its fine-tuned siblings. It is no checksum: a change deep inside a tensor goes unseen.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for file in sorted({info.file for info in self.tensors.values()}):
-            with open(file, "rb", buffering=0) as stream:
-                for name, info in self.tensors.items():
-                    if info.file == file:
-                        digest.update(f"\n{name} {info.shape} {info.dtype}\n".encode())
-                        stream.seek(info.offset)
-                        digest.update(stream.read(min(_SAMPLE_BYTES, info.nbytes)))
+        for name, info in sorted(self.tensors.items()):
+            digest.update(f"\n{name} {info.shape} {info.dtype}\n".encode())
+            with open(info.file, "rb", buffering=0) as file:
+                file.seek(info.offset)
+                digest.update(file.read(min(_SAMPLE_BYTES, info.nbytes)))
         return digest.hexdigest()[:32]
 
 

@@ -187,13 +187,13 @@ def _row_orders(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[
     head_dim = config["head_dim"]
     if head_dim % 2:
         raise UserError(f"the head dimension is {head_dim}; rotary embeddings need an even one.")
-    within_head = np.arange(head_dim).reshape(head_dim // 2, 2).T.ravel()  # [D]
     orders = {}
     for name, info in tensors.items():
         if re.search(r"self_attn\.(q|k)_proj\.", name):
             heads, rest = divmod(info.shape[0], head_dim)
             if rest:
                 raise UserError(f"{info.file}: {name} has {info.shape[0]} rows, no multiple of the head's {head_dim}.")
+            within_head = np.arange(head_dim).reshape(head_dim // 2, 2).T.ravel()  # [D]
             orders[name] = (np.arange(heads)[:, None] * head_dim + within_head).ravel()  # [heads * D]
     return orders
 

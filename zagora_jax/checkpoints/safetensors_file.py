@@ -62,7 +62,7 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 def read_into(file: BinaryIO, offset: int, array: np.ndarray, path: Path) -> None:
     """Fill the contiguous `array` with the bytes at `offset`."""
-    view = memoryview(array.reshape(-1).view(np.uint8))
+    view = array.reshape(-1).view(np.uint8).data
     file.seek(offset)
     filled = 0
     while filled < len(view):
