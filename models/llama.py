@@ -253,8 +253,4 @@ class Llama(nnx.Module):
 
 def linear_modules(model: Llama) -> dict[str, Linear]:
     """Return the decoder's linear layers by path, e.g. "model.layers.self_attn.q_proj"; the output head is none."""
-    return {
-        ".".join(map(str, path)): module
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, Linear)
-    }
+    return {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}

@@ -26,7 +26,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv:2312.03732)."""
+        """Alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv:2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
