@@ -1,0 +1,250 @@
+"""The export story: a run's adapter merged into its base model, or alone, with what goes with it and checked."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.parameters import Adapter
+from zagora_jax.adapter import PEFT_PREFIX, peft_names
+from zagora_jax.base import BaseModel, open_base
+from zagora_jax.checkpoints.checkpoint import Checkpoint
+from zagora_jax.checkpoints.export_directory import check_replaceable, export_directory
+from zagora_jax.checkpoints.json_files import parse_json_object
+from zagora_jax.checkpoints.merge import Merge
+from zagora_jax.checkpoints.merge_checks import MergeReport, Update
+from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
+from zagora_jax.checkpoints.synthetic import PREFIX
+from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.config_file import load_config
+from zagora_jax.errors import UserError
+from zagora_jax.model_card import adapter_card, merged_card
+from zagora_jax.reporting.progress import Reporter
+from zagora_jax.reporting.sensors import GIB
+from zagora_jax.run_directory import RunDirectory
+
+# Files that describe the weights, and so do not belong beside an adapter alone.
+MODEL_FILES = ("config.json", "generation_config.json")
+# Beside the tensors: headers, index, model card.
+SPARE_BYTES = 16 * 2**20
+# Of an update that is kept in rounding; below it, a wider dtype is recommended.
+GOOD_SHARE = 0.95
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        directory: Where it stands.
+        format: "merged" or "adapter".
+        files: Names of all files, relative to the directory.
+        checks: What was compared, a sentence each.
+        merge: The numbers of a merge, None for an adapter alone.
+    """
+
+    directory: Path
+    format: str
+    files: tuple[str, ...]
+    checks: tuple[str, ...]
+    merge: MergeReport | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A run's adapter and the base model that it was trained on; both fit each other."""
+
+    run: RunDirectory
+    config: TrainConfig
+    base: BaseModel
+    checkpoint: Checkpoint
+    tensors: dict[str, np.ndarray]
+    adapter: AdapterConfig
+
+    @property
+    def base_name(self) -> str:
+        """The base model's id on the hub, or an absolute path that serves from any working directory."""
+        local = Path(self.checkpoint.name).expanduser()
+        return str(local.resolve()) if local.exists() else self.checkpoint.name
+
+
+def export(config: ExportConfig, reporter: Reporter | None = None) -> ExportResult:
+    """Write the newest adapter of `config.run`, merged or alone, to `config.to`.
+
+    Raises:
+        UserError: wrong input, found before anything is written, or a result that is not worth writing.
+        RuntimeError: what was written is not what was meant.
+    """
+    reporter = reporter or Reporter()
+    check_replaceable(config.to, overwrite=config.overwrite)
+    source = _open_source(config)
+    _protect(config.to, source)
+    source.base.tokenizer()  # must load, and warns where its ids contradict the config's
+    with export_directory(config.to, overwrite=config.overwrite) as directory:
+        if config.format == "merged":
+            report, checks = _write_merged(directory, config, source, reporter)
+        else:
+            report, checks = None, _write_adapter_alone(directory, source)
+        files = tuple(sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()))
+    for check in checks:
+        reporter.say(f"checked: {check}")
+    return ExportResult(config.to, config.format, files, checks, report)
+
+
+def _open_source(config: ExportConfig) -> _Source:
+    run = RunDirectory(config.run)
+    run.require_run()
+    trained, report = load_config(TrainConfig, run.config), run.read_report()
+    if report.get("synthetic") or trained.model.startswith(PREFIX):
+        raise UserError(f"{run.path}: was trained on {trained.model}, random weights: there is nothing to export")
+    if config.base == "dequantized" and trained.quantization == "none":
+        raise UserError(f"--base dequantized: {run.path} was trained with quantization none; leave --base out")
+    if not run.adapter.is_dir():
+        raise UserError(f"{run.path}: no adapter is saved yet; train until the first save, or with --resume")
+    base = open_base(trained.model, quantization="none", dtype="float32", lora=trained.lora)
+    assert base.checkpoint is not None  # synthetic models were refused
+    _check_fingerprint(run, base.checkpoint, report.get("model_fingerprint"))
+    tensors, adapter = read_adapter(run.adapter)
+    _check_adapter(run.adapter, base, tensors)
+    return _Source(run, trained, base, base.checkpoint, tensors, adapter)
+
+
+def _check_fingerprint(run: RunDirectory, checkpoint: Checkpoint, trained_on: str | None) -> None:
+    if trained_on is None:
+        raise UserError(
+            f"{run.report}: no model_fingerprint, so whether the base model is still the same cannot be told"
+        )
+    if trained_on != checkpoint.fingerprint():
+        raise UserError(
+            f"{checkpoint.path}: is not the model that {run.path} was trained on any more (its fingerprint is not the "
+            f"model_fingerprint in {run.report}). Put the old model back: an adapter fits no other"
+        )
+
+
+def _check_adapter(directory: Path, base: BaseModel, tensors: dict[str, np.ndarray]) -> None:
+    """Check that the adapter's tensors are those that the model was declared with, and that they were trained."""
+    declared = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(base.model, Adapter))}
+    shapes = {name: declared[path].shape[1:] for name, (path, _) in peft_names(base.model).items()}
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        side = "lacks" if name in shapes else "holds"
+        raise UserError(f"{directory}: {side} {name}, against the lora options in config.yaml of the run")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            raise UserError(f"{directory}: tensor {name} has shape {tensor.shape}, the model needs {shapes[name]}")
+        if not np.isfinite(tensor).all():
+            raise UserError(f"{directory}: tensor {name} holds numbers that are not finite: the training diverged")
+    if not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name):
+        raise UserError(f"{directory}: every lora_B is zero, as before training: the tuned model is the base model")
+
+
+def _protect(to: Path, source: _Source) -> None:
+    """Refuse to write over, or around, what the export reads."""
+    run = source.run
+    for kept in (run.path, run.adapter, run.checkpoints, source.checkpoint.path):
+        if kept.resolve().is_relative_to(to.resolve()):
+            raise UserError(f"--to {to}: would replace {kept}, which the export reads. Give another directory")
+
+
+def _require_space(to: Path, size: int) -> None:
+    parent = next(parent for parent in to.resolve().parents if parent.exists())
+    free = shutil.disk_usage(parent).free
+    if free < size:
+        raise UserError(
+            f"--to {to}: needs {size / GIB:.2f} GiB, but {parent} has {free / GIB:.2f} GiB free. Make room, or give a "
+            "directory on another disk"
+        )
+
+
+def _write_merged(
+    directory: Path, config: ExportConfig, source: _Source, reporter: Reporter
+) -> tuple[MergeReport, tuple[str, ...]]:
+    trained = source.config
+    merge = Merge(
+        source.checkpoint,
+        source.base.model,
+        _updates(source),
+        dequantized=trained.quantization if config.base == "dequantized" else None,
+        dtype=None if config.dtype is None else np.dtype(jnp.dtype(config.dtype)),
+    )
+    _require_space(config.to, merge.total_bytes + SPARE_BYTES + sum(map(len, source.checkpoint.assets.values())))
+    weights = "the original weights" if config.base == "original" else f"{trained.quantization}, dequantized"
+    facts = {
+        "run": source.run.path,
+        "base model": f"{source.checkpoint.name}, {weights}",
+        "adapter": f"rank {source.adapter.r}, scale {source.adapter.scale:g}, {len(merge.updates)} weights",
+        "files": f"{len(set(merge.layout.values()))}, {merge.total_bytes / GIB:.2f} GiB",
+        "dtype": config.dtype or "as the source",
+        "to": config.to,
+    }
+    reporter.banner("zagora-jax export", facts)
+    with reporter.counting("merging tensors", len(merge.specs)) as count:
+        report = merge.write(directory, count.advance)
+    for name, data in source.checkpoint.assets.items():
+        _write(directory / name, data)
+    _write(directory / "config.json", _config_json(source.checkpoint, config.dtype))
+    checks = _describe(report, config)
+    _write(directory / "README.md", merged_card(source.base_name, source.adapter, weights, checks).encode())
+    return report, checks
+
+
+def _updates(source: _Source) -> dict[str, Update]:
+    updates = {}
+    for name, a in source.tensors.items():
+        if ".lora_A." in name:
+            b = source.tensors[name.replace(".lora_A.", ".lora_B.")]
+            weight = name.removeprefix(f"{PEFT_PREFIX}.").replace(".lora_A.weight", ".weight")
+            updates[weight] = Update(a.astype(np.float32), b.astype(np.float32), source.adapter.scale)
+    return updates
+
+
+def _config_json(checkpoint: Checkpoint, dtype: str | None) -> bytes:
+    """Return the source's config.json, byte for byte where no field has to change."""
+    source = checkpoint.assets["config.json"]
+    content = parse_json_object(source, f"{checkpoint.path}: config.json")
+    changed = {key: value for key, value in content.items() if key != "quantization_config"}
+    if dtype is not None:  # older versions of transformers say torch_dtype, newer ones dtype
+        changed |= dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in content] or ["torch_dtype"], dtype)
+    return source if changed == content else (json.dumps(changed, indent=2) + "\n").encode()
+
+
+def _describe(report: MergeReport, config: ExportConfig) -> tuple[str, ...]:
+    checks = [
+        f"{report.changed} of {report.adapted} adapted weights differ from the base model's",
+        f"all {report.tensors} tensors, read back from the files, equal what was computed, bit for bit",
+        f"before rounding, {report.columns} columns of the merged weights equal what the model's layers compute with "
+        f"the adapter: largest deviation {report.largest_deviation:.1e}, {report.share_of_bound:.0%} of what float32 "
+        "arithmetic allows",
+        f"the rounded weights hold {report.share_kept:.2%} of the update",
+    ]
+    if report.share_kept < GOOD_SHARE and config.dtype != "float32":
+        checks[-1] += "; --dtype float32 holds all of it"
+    return tuple(checks)
+
+
+def _write_adapter_alone(directory: Path, source: _Source) -> tuple[str, ...]:
+    modules = {name.removeprefix(f"{PEFT_PREFIX}.").rpartition(".lora_")[0] for name in peft_names(source.base.model)}
+    size = sum(tensor.nbytes for tensor in source.tensors.values())
+    write_adapter(
+        directory,
+        source.tensors,
+        replace(source.adapter, base_model_name_or_path=source.base_name),
+        modules=modules,
+        trained=True,
+    )
+    for file, data in source.checkpoint.assets.items():
+        if file not in MODEL_FILES:
+            _write(directory / file, data)
+    _write(directory / "README.md", adapter_card(source.base_name, source.adapter).encode())
+    return (
+        f"{len(source.tensors)} tensors for {len(modules)} adapted weights ({size / 2**20:.1f} MiB), read back from "
+        "the file, equal the run's, bit for bit",
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
