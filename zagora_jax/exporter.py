@@ -88,7 +88,7 @@ def export(config: ExportConfig, reporter: Reporter | None = None) -> ExportResu
         if config.format == "merged":
             report, checks = _write_merged(directory, config, source, reporter)
         else:
-            report, checks = None, _write_adapter_alone(directory, source)
+            report, checks = None, _write_adapter_alone(directory, config, source)
         files = tuple(sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()))
     for check in checks:
         reporter.say(f"checked: {check}")
@@ -149,7 +149,8 @@ def _protect(to: Path, source: _Source) -> None:
             raise UserError(f"--to {to}: would replace {kept}, which the export reads. Give another directory")
 
 
-def _require_space(to: Path, size: int) -> None:
+def _require_space(to: Path, tensor_bytes: int, checkpoint: Checkpoint) -> None:
+    size = tensor_bytes + sum(map(len, checkpoint.assets.values())) + SPARE_BYTES
     parent = next(parent for parent in to.resolve().parents if parent.exists())
     free = shutil.disk_usage(parent).free
     if free < size:
@@ -170,7 +171,7 @@ def _write_merged(
         dequantized=trained.quantization if config.base == "dequantized" else None,
         dtype=None if config.dtype is None else np.dtype(jnp.dtype(config.dtype)),
     )
-    _require_space(config.to, merge.total_bytes + SPARE_BYTES + sum(map(len, source.checkpoint.assets.values())))
+    _require_space(config.to, merge.total_bytes, source.checkpoint)
     weights = "the original weights" if config.base == "original" else f"{trained.quantization}, dequantized"
     facts = {
         "run": source.run.path,
@@ -225,9 +226,10 @@ def _describe(report: MergeReport, config: ExportConfig) -> tuple[str, ...]:
     return tuple(checks)
 
 
-def _write_adapter_alone(directory: Path, source: _Source) -> tuple[str, ...]:
+def _write_adapter_alone(directory: Path, config: ExportConfig, source: _Source) -> tuple[str, ...]:
     modules = {name.removeprefix(f"{PEFT_PREFIX}.").rpartition(".lora_")[0] for name in peft_names(source.base.model)}
     size = sum(tensor.nbytes for tensor in source.tensors.values())
+    _require_space(config.to, size, source.checkpoint)
     write_adapter(
         directory,
         source.tensors,

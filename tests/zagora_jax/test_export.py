@@ -272,10 +272,11 @@ class TestRefusals:
         make_run(tmp_path / "run", model, adapter=random_adapter(model, rank=3))
         self.refuse(tmp_path, r"has shape \(3, 192\), the model needs \(4, 192\)")
 
-    def test_too_little_room(self, tmp_path, run, monkeypatch):
+    @pytest.mark.parametrize("format_", ["merged", "adapter"])
+    def test_too_little_room(self, tmp_path, run, monkeypatch, format_):
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-        self.refuse(tmp_path, r"needs 0\.\d\d GiB, but .* has 0\.00 GiB free")
+        self.refuse(tmp_path, r"needs 0\.\d\d GiB, but .* has 0\.00 GiB free", format=format_)
 
     @pytest.mark.parametrize("name", ["run/adapter", "model"])
     def test_what_the_export_reads(self, tmp_path, name):
