@@ -65,6 +65,13 @@ class Metadata:
             raise UserError(f"{self.path}: {key} must be of type {kind.__name__}, found {type(value).__name__}.")
         return value
 
+    def items(self, key: str, kind: type[T], default: list[T] | None = None) -> list[T]:
+        """Return the entry `key`, a list whose elements are of type `kind`."""
+        values: list[T] = self.get(key, list, default)
+        if not all(type(value) is kind for value in values):
+            raise UserError(f"{self.path}: {self.full_key(key)} must hold values of type {kind.__name__}.")
+        return values
+
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
         value = self.get(key, int, default)

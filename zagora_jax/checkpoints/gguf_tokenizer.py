@@ -6,6 +6,7 @@ from typing import Any
 
 from zagora_jax.checkpoints import tokenizer_json
 from zagora_jax.checkpoints.gguf_metadata import Metadata
+from zagora_jax.checkpoints.tokenizer_json import TokenType
 from zagora_jax.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -46,18 +47,21 @@ def _tokenizer(metadata: Metadata) -> dict[str, Any]:
         raise UserError(f"{metadata.path} has no metadata entry tokenizer.ggml.eos_token_id.")
     if model == "gpt2":
         return _byte_level(metadata, tokens, types)
-    scores = metadata.get("tokenizer.ggml.scores", list)
+    return _sentencepiece(metadata, tokens, types)
+
+
+def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    scores = metadata.items("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise UserError(f"{metadata.path}: {len(tokens)} tokens have {len(scores)} tokenizer.ggml.scores.")
-    unknown = metadata.token_id("unknown")
-    unknown_by_type = next((number for number, kind in enumerate(types) if kind == 2), None)
+    unknown = _unknown_id(metadata)
     return tokenizer_json.sentencepiece_bpe(
         tokens,
         types,
         scores,
-        unknown=None if (number := unknown if unknown is not None else unknown_by_type) is None else tokens[number],
+        unknown=None if unknown is None else tokens[unknown],
         add_prefix_space=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),
-        prefix_after_special=True,
+        prefix_after_special=True,  # as llama.cpp does
         template=_template(metadata, tokens, add_bos=True),
     )
 
@@ -75,10 +79,10 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> dict
             "may get other ids than the original model's. A file made by a newer llama.cpp says it.",
             metadata.path,
         )
-    merges = metadata.get("tokenizer.ggml.merges", list)
+    merges = metadata.items("tokenizer.ggml.merges", str)
     known = set(tokens)
     for merge in merges:
-        left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
+        left, space, right = merge.partition(" ")
         if not space or not {left, right, left + right} <= known:
             raise UserError(f"{metadata.path}: the merge {merge!r} does not join two tokens into a third.")
     template = _template(metadata, tokens, add_bos=pre_tokenizer in tokenizer_json.WHOLE_PIECES_FIRST)
@@ -86,15 +90,20 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> dict
 
 
 def _vocabulary(metadata: Metadata) -> tuple[list[str], list[int]]:
-    tokens = metadata.get("tokenizer.ggml.tokens", list)
-    types = metadata.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
-    if not tokens or not all(isinstance(token, str) for token in tokens) or len(types) != len(tokens):
+    tokens = metadata.items("tokenizer.ggml.tokens", str)
+    types = metadata.items("tokenizer.ggml.token_type", int, [TokenType.NORMAL.value] * len(tokens))
+    if not tokens or len(types) != len(tokens):
         raise UserError(f"{metadata.path}: {len(tokens)} tokenizer.ggml.tokens have {len(types)} types.")
     first_ids: dict[str, int] = {}
     for number, token in enumerate(tokens):
         if first_ids.setdefault(token, number) != number:
             raise UserError(f"{metadata.path}: the token {token!r} has two ids, {first_ids[token]} and {number}.")
     return tokens, types
+
+
+def _unknown_id(metadata: Metadata) -> int | None:
+    named, (_, types) = metadata.token_id("unknown"), _vocabulary(metadata)
+    return types.index(TokenType.UNKNOWN) if named is None and TokenType.UNKNOWN in types else named
 
 
 def _template(metadata: Metadata, tokens: list[str], add_bos: bool) -> dict[str, Any]:
@@ -106,8 +115,12 @@ def _template(metadata: Metadata, tokens: list[str], add_bos: bool) -> dict[str,
 
 def _tokenizer_config(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens", list)
-    special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    named = {f"{name}_token": metadata.token_id(key) for name, key in special.items()}
+    named = {
+        "bos_token": metadata.token_id("bos"),
+        "eos_token": metadata.token_id("eos"),
+        "unk_token": _unknown_id(metadata),
+        "pad_token": metadata.token_id("padding"),
+    }
     templates = {"default": metadata.get(_TEMPLATE, str)} if _TEMPLATE in metadata else {}
     templates |= {
         key.removeprefix(f"{_TEMPLATE}."): metadata.get(key, str)

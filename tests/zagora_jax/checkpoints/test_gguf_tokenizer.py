@@ -89,6 +89,7 @@ def test_an_unnamed_pre_tokenizer_is_llama_cpps_default_with_a_warning(tmp_path,
         (replaced("eos_token_id", 4096, "uint32"), "eos_token_id is 4096, but there are 100 tokens"),
         (replaced("token_type", [1, 2], "array"), "100 tokenizer.ggml.tokens have 2 types"),
         (replaced("tokens", ["a"] * 100, "array"), "the token 'a' has two ids, 0 and 1"),
+        (replaced("tokens", [1] * 100, "array"), "tokenizer.ggml.tokens must hold values of type str"),
         (replaced("tokens", None), "no metadata entry tokenizer.ggml.tokens"),
     ],
 )
@@ -130,4 +131,4 @@ def test_sentencepiece_tokenizer(tmp_path):
     original = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     for text in ("the cat  and é\n", "that"):
         assert tokenizer(text).input_ids == [1, *original.encode(text)]
-    assert tokenizer.unk_token is None
+    assert tokenizer.unk_token == "<unk>"
