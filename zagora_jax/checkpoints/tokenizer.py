@@ -4,10 +4,9 @@ import json
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sentencepiece import sentencepiece_model_pb2
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.huggingface import TEMPLATE_DIRECTORY, TOKENIZER_FILES
@@ -15,12 +14,15 @@ from zagora_jax.checkpoints.json_files import parse_json_object
 from zagora_jax.checkpoints.tokenizer_json import TokenType, bos_template, sentencepiece_bpe
 from zagora_jax.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
-_UNIGRAM_TO_BPE = "save its tokenizer.json once: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+_HOW_TO_SAVE_JSON = "save its tokenizer.json once: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of `checkpoint` and check that it fits the model.
 
     tokenizer.json is read as it stands, whatever class the config names; a folder that has a SentencePiece
@@ -56,7 +58,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, source: str = "the tokenizer") -> None:
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_rows: int, source: str = "the tokenizer") -> None:
     """Check that every token has an embedding; rows beyond the tokenizer's tokens are usual.
 
     Args:
@@ -76,7 +78,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_rows: int, source:
         )
 
 
-def _load(files: dict[str, bytes], checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+def _load(files: dict[str, bytes], checkpoint: Checkpoint) -> "PreTrainedTokenizerBase":
+    from transformers import PreTrainedTokenizerFast  # here, since the import takes more than a second
+
     with tempfile.TemporaryDirectory() as directory:
         for name, data in files.items():
             path = Path(directory, name)
@@ -106,10 +110,10 @@ def _convert_sentencepiece(data: bytes, config: dict[str, Any], source: str) -> 
             "tokenizer.json is needed beside it."
         ) from error
     if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
-        raise UserError(f"{source} is a SentencePiece model of another kind than BPE: {_UNIGRAM_TO_BPE}")
+        raise UserError(f"{source} is a SentencePiece model of another kind than BPE: {_HOW_TO_SAVE_JSON}")
     normalizer = proto.normalizer_spec
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
-        raise UserError(f"{source} normalises text ({normalizer.name}), unlike Llama's: {_UNIGRAM_TO_BPE}")
+        raise UserError(f"{source} normalises text ({normalizer.name}), unlike Llama's: {_HOW_TO_SAVE_JSON}")
 
     tokens = [piece.piece for piece in proto.pieces]
     types = [piece.type for piece in proto.pieces]
@@ -140,7 +144,7 @@ def _convert_sentencepiece(data: bytes, config: dict[str, Any], source: str) -> 
     return content, {name: tokens[number] for name, number in numbers.items() if number is not None}
 
 
-def _source_of_last_token(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint) -> str:
+def _source_of_last_token(tokenizer: "PreTrainedTokenizerBase", checkpoint: Checkpoint) -> str:
     """Name the file that brings in the token with the highest id."""
     vocabulary = tokenizer.get_vocab()
     last = max(vocabulary, key=vocabulary.__getitem__, default="")
@@ -151,7 +155,7 @@ def _source_of_last_token(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkp
     return f"{checkpoint.path}: {'tokenizer.json' if 'tokenizer.json' in checkpoint.assets else 'tokenizer.model'}"
 
 
-def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint) -> None:
+def _complete_special_tokens(tokenizer: "PreTrainedTokenizerBase", checkpoint: Checkpoint) -> None:
     """Take from config.json the BOS and EOS that the tokenizer's files do not name."""
     for name in ("bos", "eos"):
         configured = checkpoint.config.get(f"{name}_token_id")
@@ -164,7 +168,7 @@ def _complete_special_tokens(tokenizer: PreTrainedTokenizerBase, checkpoint: Che
             )
 
 
-def _warn_of_mismatch(tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint) -> None:
+def _warn_of_mismatch(tokenizer: "PreTrainedTokenizerBase", checkpoint: Checkpoint) -> None:
     """Warn where config and tokenizer name different tokens: the tokenizer's are used for data."""
     for key in ("bos_token_id", "eos_token_id"):
         configured, own = checkpoint.config.get(key), getattr(tokenizer, key)
