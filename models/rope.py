@@ -221,6 +221,8 @@ class _Settings:
     def _add(self, key: str, value: Any, place: str) -> None:
         if value is None:
             return
+        if isinstance(value, Mapping):
+            raise ValueError(f"{place} is an object: settings that differ between layers are not supported")
         if self.values.setdefault(key, value) != value:
             raise ValueError(
                 f"{self.places[key]} is {self.values[key]!r}, but {place} is {value!r}: remove the wrong one"
@@ -235,7 +237,7 @@ class _Settings:
         """Return the type, a key of REQUIRED."""
         rope_type = self.values.get("rope_type", "default")
         accepted = f"accepted values: {', '.join(REQUIRED)}"
-        if rope_type not in REQUIRED:
+        if not isinstance(rope_type, str) or rope_type not in REQUIRED:
             # The key is named rope_type also where an older file says type: it is what the reader looks up.
             raise ValueError(f"config.json:{self.block}.rope_type {rope_type!r} is not supported; {accepted}")
         if "rope_type" not in self.values and "factor" in self.values:

@@ -143,6 +143,8 @@ def test_a_silent_config_means_plain_rope(config):
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, r"factor must be a positive number"),
         ({"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": 1}}, r"truncate must be true or false"),
         ({"rope_scaling": "linear"}, r"config.json:rope_scaling must be an object"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
+        ({"rope_parameters": {"full_attention": {}}}, r"rope_parameters.full_attention is an object"),
         ({"rope_theta": 0}, r"config.json:rope_theta must be a positive number"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, r"rope_parameters.rope_theta is 500000"),
         (
