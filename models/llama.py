@@ -33,10 +33,15 @@ from models.rope import apply_rope, rope_tables
 # wants to keep of the layer, stacked over layers: nothing in training, the extended cache in generation.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
-REMAT_POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names("attention_output", "attention_statistics"),
-}
+_save_named_attention = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_statistics")
+
+
+def _save_attention(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Keep what attention's backward pass needs of its forward pass: by name, or as cuDNN's own outputs."""
+    return "dot_product_attention" in primitive.name or _save_named_attention(primitive, *args, **params)
+
+
+REMAT_POLICIES = {"full": jax.checkpoint_policies.nothing_saveable, "attention": _save_attention}
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,7 @@ class SelfAttention(nnx.Module):
         k = checkpoint_name(apply_rope(heads(self.k_proj), context.cos, context.sin), "key")  # [B, S, KV, D]
         v = checkpoint_name(heads(self.v_proj), "value")  # [B, S, KV, D]
         out, kept = context.attend(q, k, v)
-        out = checkpoint_name(out.reshape(*x.shape[:-1], -1), "attention_output")
-        return self.o_proj(out, context.fetch, context.dropout_key), kept
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), context.fetch, context.dropout_key), kept
 
 
 class MLP(nnx.Module):

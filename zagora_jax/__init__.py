@@ -4,6 +4,8 @@ import importlib.util
 import os
 import sys
 
+__version__ = "0.1.0"
+
 
 def _require_own_siblings() -> None:
     """Refuse to start where a foreign package hides `models` or `sharding`, names that others use too.

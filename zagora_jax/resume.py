@@ -13,6 +13,8 @@ from zagora_jax.run_directory import RunDirectory
 
 # Options that may differ when a run goes on: they change neither a step's numbers nor the order of rows.
 FREE_OPTIONS = {
+    "model",  # compared by fingerprint
+    "data",  # likewise
     "output",
     "eval_data",
     "log_every",

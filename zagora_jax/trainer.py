@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+import zagora_jax
 from models.lora import initial_adapter
 from zagora_jax.adapter import save_adapter
 from zagora_jax.base import open_base
@@ -215,5 +216,9 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _versions() -> dict[str, str]:
-    packages = ("zagora-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+    return {
+        "python": platform.python_version(),
+        "zagora-jax": zagora_jax.__version__,
+        **{name: importlib.metadata.version(name) for name in packages},
+    }

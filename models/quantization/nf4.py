@@ -148,12 +148,13 @@ def dequantize(quantized: NF4Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
         (quantized.codes, jnp.asarray(TABLE), jnp.asarray(dynamic.dynamic_map(signed=True)))
     )
     blocks = quantized.absmax.size
-    nested = jnp.repeat(quantized.nested_absmax, GROUP, total_repeat_length=quantized.nested_absmax.size * GROUP)
+    # Not jnp.repeat, whose general form takes XLA tens of seconds of constant folding at real sizes.
+    nested = jnp.broadcast_to(quantized.nested_absmax[:, None], (quantized.nested_absmax.size, GROUP)).reshape(-1)
     scales = exact.rounded(jnp.take(scale_map, quantized.absmax, mode="clip") * nested[:blocks]) + quantized.offset
 
     codes = jnp.pad(codes, (0, blocks * BLOCK // 2 - codes.size))
     indices = jnp.stack([codes >> 4, codes & 0xF], axis=-1).reshape(blocks, BLOCK)
-    weights = (jnp.take(table, indices, mode="clip") * scales[:, None]).astype(dtype)  # [blocks, 64]
+    weights = exact.rounded(jnp.take(table, indices, mode="clip") * scales[:, None]).astype(dtype)  # [blocks, 64]
     out_features, in_features = quantized.shape
     return weights.reshape(-1)[: out_features * in_features].reshape(out_features, in_features)
 
