@@ -122,9 +122,11 @@ def scale_by_adam_8bit(*, b1: float, b2: float, eps: float) -> optax.GradientTra
     def store(moments: Any, *, signed: bool) -> Any:
         return jax.tree.map(functools.partial(_store, signed=signed), moments)
 
+    def zeros(params: optax.Params, *, signed: bool) -> Any:
+        return store(jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), params), signed=signed)
+
     def init(params: optax.Params) -> ScaleByAdam8bitState:
-        zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), params)
-        return ScaleByAdam8bitState(jnp.zeros([], jnp.int32), store(zeros, signed=True), store(zeros, signed=False))
+        return ScaleByAdam8bitState(jnp.zeros([], jnp.int32), zeros(params, signed=True), zeros(params, signed=False))
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
@@ -177,4 +179,4 @@ def _is_quantized(shape: chex.Shape) -> bool:
 
 def _one_minus_power(base: float, count: jax.Array) -> jax.Array:
     """Return 1 - base**count; in float32 that difference itself would be wrong by 1e-5 for 0.999 and small counts."""
-    return -jnp.expm1(count.astype(jnp.float32) * math.log(base))
+    return -jnp.expm1(count.astype(jnp.float32) * (math.log(base) if base else -math.inf))
