@@ -179,6 +179,23 @@ class TrainConfig(CommandConfig):
         description="Go on from the newest checkpoint of output (true), or from the checkpoint at this path.",
     )
 
+    def with_absolute_paths(self) -> Self:
+        """Return the same options with all files named absolutely, so that they mean the same in any directory."""
+
+        def absolute(paths: list[Path] | None) -> list[Path] | None:
+            return paths and [path.absolute() for path in paths]
+
+        model = Path(self.model).expanduser()
+        return self.model_copy(
+            update={
+                "model": str(model.absolute()) if model.exists() else self.model,
+                "data": absolute(self.data),
+                "eval_data": absolute(self.eval_data),
+                "output": self.output.absolute(),
+                "resume": self.resume.absolute() if isinstance(self.resume, Path) else self.resume,
+            }
+        )
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.eval_every and not self.eval_data:
@@ -221,6 +238,7 @@ class ExportConfig(CommandConfig):
         description="The weights that the adapter is added to: the original ones, or those that training saw.",
     )
     dtype: FloatType | None = Field(default=None, description="Type of the merged weights; else that of the source.")
+    overwrite: bool = Field(False, description="Replace an earlier export; nothing else is ever replaced.")
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
