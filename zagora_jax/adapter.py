@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.llama import Llama
+from models.llama import Llama, linear_modules
 from models.parameters import Adapter
 from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
 from zagora_jax.config import LoraConfig
@@ -26,11 +26,28 @@ def peft_names(model: Llama) -> dict[str, tuple[tuple[str, ...], int]]:
     return names
 
 
-def save_adapter(directory: Path, model: Llama, adapters: nnx.State, lora: LoraConfig, base_name: str) -> None:
-    """Write the adapter as PEFT does: one tensor a layer and matrix, float32."""
+def save_adapter(
+    directory: Path, model: Llama, adapters: nnx.State, lora: LoraConfig, base_name: str, *, trained: bool
+) -> None:
+    """Write the adapter as PEFT does: one tensor a layer and matrix, float32.
+
+    Raises:
+        ValueError: `adapters` lacks a module of `model`, or has been `trained` and is zero still.
+    """
     stacks = {path: np.asarray(variable.get_value()) for path, variable in nnx.to_flat_state(adapters)}
-    tensors = {name: stacks[path][layer] for name, (path, layer) in peft_names(model).items()}
-    write_adapter(directory, tensors, peft_config(model, lora, base_name))
+    tensors = {name: stacks[path][layer] for name, (path, layer) in peft_names(model).items() if path in stacks}
+    config = peft_config(model, lora, base_name)
+    write_adapter(directory, tensors, config, modules=adapted_modules(model), trained=trained)
+
+
+def adapted_modules(model: Llama) -> list[str]:
+    """Name the modules of every layer that carry an adapter, as Hugging Face does: model.layers.0.self_attn.q_proj."""
+    return [
+        path.replace("model.layers.", f"model.layers.{layer}.")
+        for path, linear in linear_modules(model).items()
+        for layer in range(model.config.num_layers)
+        if linear.adapter is not None
+    ]
 
 
 def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig:

@@ -39,6 +39,10 @@ class BaseModel:
         """Whether the weights are random."""
         return self.checkpoint is None
 
+    def fingerprint(self) -> str:
+        """Return a short text that tells these weights from others, as `Checkpoint.fingerprint` does."""
+        return f"{self.name} seed {self.seed}" if self.checkpoint is None else self.checkpoint.fingerprint()
+
     def tensor_count(self) -> int:
         """Count the tensors that `load` reads."""
         return len(expected_tensors(self.model))

@@ -15,6 +15,8 @@ from zagora_jax.reporting.progress import Reporter
 from zagora_jax.step import ForwardOptions, make_evaluation_step
 from zagora_jax.tuned import open_tuned
 
+EvaluationStep = Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -22,9 +24,6 @@ class Evaluation:
 
     loss: float
     supervised_tokens: int
-
-
-EvaluationStep = Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]
 
 
 def compile_evaluation(
@@ -36,10 +35,10 @@ def compile_evaluation(
 
 
 def evaluate(step: EvaluationStep, adapters: nnx.State, frozen: nnx.State, batches: Iterable[Batch]) -> Evaluation:
-    """Sum the loss over all batches and divide by all supervised tokens, so that the split into batches is nothing.
+    """Divide the loss summed over all batches by the number of all supervised tokens, however rows are batched.
 
     Raises:
-        ValueError: no token is supervised (rows without one never become batches).
+        ValueError: no token is supervised.
     """
     total, count = 0.0, 0
     for batch in batches:
@@ -51,13 +50,18 @@ def evaluate(step: EvaluationStep, adapters: nnx.State, frozen: nnx.State, batch
 
 
 def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
-    """Measure a run's tuned model on rows: those given, or else the run's eval_data."""
+    """Measure a run's tuned model on rows: those given, or else the run's eval_data.
+
+    Raises:
+        UserError: the run cannot be opened, there are no rows, or something is wrong with them.
+    """
     tuned = open_tuned(config.run, config.checkpoint)
     options = {"micro_batch_size": config.micro_batch_size, "sequence_length": config.sequence_length}
     run_config = tuned.config.model_copy(update={name: value for name, value in options.items() if value is not None})
     batches = evaluation_batches(run_config, tuned.base, reporter, config.data)
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data; give --data")
-    frozen = tuned.base.load()
+    with reporter.counting("reading and quantising tensors", tuned.base.tensor_count()) as count:
+        frozen = tuned.base.load(count.advance)
     step = compile_evaluation(tuned.graph, forward_options(run_config, tuned.base), tuned.adapters, frozen, batches)
     return evaluate(step, tuned.adapters, frozen, batches.epoch(0))

@@ -1,11 +1,12 @@
-"""Text from a model: batched sampling with a key-value cache, compiled once a shape."""
+"""Text from a model: batched sampling with a key-value cache."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_WIDTH_MULTIPLE = 32  # prompts are padded to this, so that few shapes are compiled
+PROMPTS_AT_A_TIME = 32
+
+# What generation carries from token to token: the index of the next one, int32 [B, max_new_tokens] of those chosen,
+# the cache, and bool [B], which sequences have ended.
+Carry = tuple[jax.Array, jax.Array, KVCache, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,17 @@ def open_generator(model: str, step: int | None = None) -> "Generator":
     Raises:
         UserError: there is no such model or checkpoint, or it has no tokenizer.
     """
-    if RunDirectory(model).holds_a_run():
+    if RunDirectory(model).is_run():
         tuned = open_tuned(Path(model), step)
-        return Generator(tuned.graph, tuned.base.load(), tuned.adapters, tuned.base.tokenizer(), end_tokens(tuned.base))
-    if step is not None:
-        raise UserError(f"--checkpoint {step}: {model} is no run directory, so it has no checkpoints")
-    base = open_base(model, quantization="nf4", dtype=default_dtype(), lora=None)
-    graph, _, adapters = split(base.model)
-    return Generator(graph, base.load(), adapters, base.tokenizer(), end_tokens(base))
+        base, adapters = tuned.base, tuned.adapters
+        graph, _, _ = split(base.model)
+    else:
+        if step is not None:
+            raise UserError(f"--checkpoint {step}: {model} is no run directory, so it has no checkpoints")
+        base = open_base(model, quantization="nf4", dtype=default_dtype(), lora=None)
+        graph, _, adapters = split(base.model)
+    tokenizer = base.tokenizer()  # before the weights are read: there may be none
+    return Generator(graph, base.load(), adapters, tokenizer, end_tokens(base))
 
 
 def default_dtype() -> str:
@@ -58,7 +67,7 @@ def default_dtype() -> str:
 
 def end_tokens(base: BaseModel) -> frozenset[int]:
     """Return the ids that end a generation: the tokenizer's EOS, and what the model's configurations list."""
-    assert base.checkpoint is not None
+    assert base.checkpoint is not None  # synthetic models have no tokenizer
     ids = {base.tokenizer().eos_token_id}
     for name in ("config.json", "generation_config.json"):
         listed = json.loads(base.checkpoint.assets.get(name, b"{}")).get("eos_token_id")
@@ -82,14 +91,22 @@ class Generator:
         self._tokenizer, self._end_tokens = tokenizer, end_tokens
 
     def answer(self, questions: Sequence[str], sampling: Sampling) -> list[str]:
-        """Ask each question as a user's turn of its own, in the tokenizer's chat template."""
+        """Ask each question as a user's turn of its own, in the tokenizer's chat template.
+
+        Raises:
+            UserError: the tokenizer has no chat template.
+        """
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                f"{self._tokenizer.name_or_path}: has no chat template; give --chat false to continue a prompt as it is"
+            )
         prompts = []
         for question in questions:
             text = self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
             )
             prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
-        return self._decode(self.generate(prompts, sampling))
+        return [text.strip() for text in self._decode(self.generate(prompts, sampling))]
 
     def complete(self, texts: Sequence[str], sampling: Sampling) -> list[str]:
         """Continue each text."""
@@ -97,33 +114,42 @@ class Generator:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Continue each of the token sequences `prompts`, up to an end token, which is left out."""
-        if not prompts:
-            return []
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        if not lengths.all():
+        if not all(prompts):
             raise ValueError("a prompt without tokens cannot be continued")
+        generated = []
+        for start in range(0, len(prompts), PROMPTS_AT_A_TIME):
+            key = jax.random.fold_in(jax.random.key(sampling.seed), start)
+            generated += self._generate_together(prompts[start : start + PROMPTS_AT_A_TIME], sampling, key)
+        return generated
+
+    def _generate_together(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: jax.Array
+    ) -> list[list[int]]:
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         width = -(-int(lengths.max()) // PROMPT_WIDTH_MULTIPLE) * PROMPT_WIDTH_MULTIPLE
         tokens = np.zeros((len(prompts), width), np.int32)  # [B, P]
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        ends = tuple(sorted(self._end_tokens))
         generated = _generate(
-            self._graph, ends, sampling.max_new_tokens, sampling.temperature == 0,
-            self._frozen, self._adapters, tokens, lengths, jnp.float32(sampling.temperature), sampling.seed,
-        )  # fmt: skip
+            self._graph,
+            tuple(sorted(self._end_tokens)),
+            sampling.max_new_tokens,
+            sampling.temperature == 0,
+            self._frozen,
+            self._adapters,
+            tokens,
+            lengths,
+            jnp.float32(sampling.temperature),
+            key,
+        )
         return [_until(row, self._end_tokens) for row in np.asarray(generated)]
 
     def _decode(self, generated: list[list[int]]) -> list[str]:
-        return [self._tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in generated]
+        return self._tokenizer.batch_decode(generated, skip_special_tokens=True)
 
 
 def _until(row: np.ndarray, end_tokens: frozenset[int]) -> list[int]:
-    tokens: list[int] = []
-    for token in map(int, row):
-        if token in end_tokens:
-            break
-        tokens.append(token)
-    return tokens
+    return list(itertools.takewhile(lambda token: token not in end_tokens, row.tolist()))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -134,10 +160,10 @@ def _generate(
     greedy: bool,
     frozen: nnx.State,
     adapters: nnx.State,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    tokens: jax.Array,  # int32 [B, P]
+    lengths: jax.Array,  # int32 [B]
     temperature: jax.Array,
-    seed: jax.Array,
+    key: jax.Array,
 ) -> jax.Array:
     """Return int32 [B, max_new_tokens]; what follows a sequence's end token is filled with end tokens.
 
@@ -146,9 +172,9 @@ def _generate(
     """
     model: Llama = nnx.merge(graph, frozen, adapters)
     batch, width = tokens.shape
-    slots = jnp.arange(width + max_new_tokens)
+    slots = jnp.arange(width + max_new_tokens)  # [T]
     prompt_slots = slots[None, :] < lengths[:, None]  # [B, T]
-    key, end_ids = jax.random.key(seed), jnp.array(ends, jnp.int32)
+    end_ids = jnp.array(ends, jnp.int32)
 
     def choose(hidden: jax.Array, index: jax.Array | int) -> jax.Array:
         logits = jnp.einsum("bd,vd->bv", hidden, model.head, preferred_element_type=jnp.float32)  # [B, V]
@@ -156,25 +182,27 @@ def _generate(
             return logits.argmax(-1).astype(jnp.int32)
         return jax.random.categorical(jax.random.fold_in(key, index), logits / temperature).astype(jnp.int32)
 
-    cache = KVCache.empty(model.config, batch, width + max_new_tokens, model.head.dtype)
-    positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
-    causal = slots[None, :] <= jnp.arange(width)[:, None]  # [P, T]
-    hidden, cache = model.extend(tokens, positions, cache, 0, causal[None] & prompt_slots[:, None])
-    first = choose(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0], 0)
-    out = jnp.full((batch, max_new_tokens), ends[0] if ends else 0, jnp.int32).at[:, 0].set(first)
+    def begin() -> Carry:
+        cache = KVCache.empty(model.config, batch, width + max_new_tokens, model.head.dtype)
+        positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+        causal = slots[None, :] <= jnp.arange(width)[:, None]  # [P, T]
+        hidden, cache = model.extend(tokens, positions, cache, 0, causal[None] & prompt_slots[:, None])
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]  # [B, hidden]
+        first = choose(last, 0)
+        out = jnp.full((batch, max_new_tokens), ends[0] if ends else 0, jnp.int32).at[:, 0].set(first)
+        return jnp.int32(1), out, cache, jnp.isin(first, end_ids)
 
-    def unfinished(carry: tuple) -> jax.Array:
+    def unfinished(carry: Carry) -> jax.Array:
         index, _, _, done = carry
         return (index < max_new_tokens) & ~done.all()
 
-    def extend(carry: tuple) -> tuple[Any, ...]:
+    def extend(carry: Carry) -> Carry:
         index, out, cache, done = carry
         slot = width + index - 1
-        valid = prompt_slots | ((slots >= width) & (slots <= slot))[None, :]
+        valid = prompt_slots | ((slots >= width) & (slots <= slot))[None, :]  # [B, T]
         last = jax.lax.dynamic_slice_in_dim(out, index - 1, 1, axis=1)  # [B, 1]
         hidden, cache = model.extend(last, (lengths + index - 1)[:, None], cache, slot, valid[:, None])
-        chosen = choose(hidden[:, 0], index)
-        chosen = jnp.where(done, out[:, index], chosen)
+        chosen = jnp.where(done, out[:, index], choose(hidden[:, 0], index))
         return index + 1, out.at[:, index].set(chosen), cache, done | jnp.isin(chosen, end_ids)
 
-    return jax.lax.while_loop(unfinished, extend, (jnp.int32(1), out, cache, jnp.isin(first, end_ids)))[1]
+    return jax.lax.while_loop(unfinished, extend, begin())[1]

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from zagora_jax.base import BaseModel
-from zagora_jax.checkpoints.run_state import RunStates
+from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.config import TrainConfig
-from zagora_jax.data.batches import Batches
+from zagora_jax.data.batches import BatchIterator
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
 
@@ -15,6 +15,8 @@ from zagora_jax.run_directory import RunDirectory
 FREE_OPTIONS = {
     "model",  # compared by fingerprint
     "data",  # likewise
+    "epochs",  # compared by the number of steps that comes of them
+    "max_steps",  # likewise
     "output",
     "eval_data",
     "log_every",
@@ -28,46 +30,65 @@ FREE_OPTIONS = {
 
 @dataclass(frozen=True)
 class Progress:
-    """What is saved beside a state, so that a change of model, data or options is noticed when it is resumed."""
+    """What is saved beside a state, so that a change of model, data or options is noticed when it is resumed.
+
+    Attributes:
+        model: the base model's fingerprint.
+        data: the state of the iterator over batches.
+        options: every option that decides what the steps compute.
+        total_steps: the steps that the learning rate falls over; None where it is constant, so that a run can be
+            made longer.
+    """
 
     model: str
-    data: str
+    data: dict[str, Any]
     options: dict[str, Any]
+    total_steps: int | None
 
     @classmethod
-    def of(cls, config: TrainConfig, base: BaseModel, batches: Batches) -> "Progress":
-        """Describe the run that `config` asks for."""
-        options = config.model_dump(mode="json", exclude=FREE_OPTIONS)
-        model = base.name if base.checkpoint is None else base.checkpoint.fingerprint()
-        return cls(model=model, data=batches.fingerprint, options=options)
+    def of(cls, config: TrainConfig, base: BaseModel, batches: BatchIterator, total_steps: int) -> "Progress":
+        """Describe the run that `config` asks for, as it stands at the next batch of `batches`."""
+        return cls(
+            model=base.fingerprint(),
+            data=batches.get_state(),
+            options=config.model_dump(mode="json", exclude=FREE_OPTIONS),
+            total_steps=None if config.schedule == "constant" else total_steps,
+        )
 
 
-def find_state(directory: RunDirectory, config: TrainConfig, progress: Progress) -> int | None:
-    """Return the step to resume from, None for a new run.
+@dataclass(frozen=True)
+class SavedPoint:
+    """The finished step that a run goes on from, and what was saved beside its state."""
+
+    step: int
+    progress: Progress
+
+
+def find_saved(
+    directory: RunDirectory, config: TrainConfig, present: Progress, batches: BatchIterator
+) -> SavedPoint | None:
+    """Return where `config` says to go on from, None for a beginning; then `batches` stands at the next batch.
 
     Raises:
-        UserError: a run stands where a new one is to begin, there is nothing to resume, or model, data or options
-            are not those of the saved run.
+        UserError: there is no such checkpoint, or model, data or options are not those that it was saved with.
     """
     if not config.resume:
-        if directory.holds_a_run():
-            raise UserError(
-                f"--output {directory.path}: holds a run already. Give --resume to go on with it, or another --output"
-            )
         return None
-    with RunStates(directory.checkpoints, config.keep_checkpoints) as states:
-        step = _chosen_step(directory, config, states)
+    with SavedStates(directory.checkpoints) as states:
+        step = states.latest() if config.resume is True else _step_of(Path(config.resume), directory, states)
         if step is None:
             return None
         saved = Progress(**states.progress(step))
-    _compare(saved, progress, config, directory.checkpoints / str(step))
-    return step
+    path = directory.checkpoints / str(step)
+    _compare(saved, present, config, path)
+    try:
+        batches.set_state(saved.data)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return SavedPoint(step, saved)
 
 
-def _chosen_step(directory: RunDirectory, config: TrainConfig, states: RunStates) -> int | None:
-    if config.resume is True:
-        return states.latest()
-    path = Path(str(config.resume))
+def _step_of(path: Path, directory: RunDirectory, states: SavedStates) -> int:
     if path.resolve().parent != directory.checkpoints.resolve() or path.name not in map(str, states.steps()):
         raise UserError(
             f"--resume {path}: not a checkpoint of this run; those of {directory.checkpoints} are "
@@ -79,11 +100,6 @@ def _chosen_step(directory: RunDirectory, config: TrainConfig, states: RunStates
 def _compare(saved: Progress, present: Progress, config: TrainConfig, path: Path) -> None:
     if saved.model != present.model:
         raise UserError(f"{path}: was saved with other weights than those that --model {config.model} holds now")
-    if saved.data != present.data:
-        raise UserError(
-            f"{path}: was saved with other rows than those that --data gives now; the order of rows cannot be kept. "
-            "Put the old data back, or begin a new run"
-        )
     changes = [
         f"{name} {saved.options.get(name)!r} -> {value!r}"
         for name, value in present.options.items()
@@ -92,4 +108,10 @@ def _compare(saved: Progress, present: Progress, config: TrainConfig, path: Path
     if changes:
         raise UserError(
             f"{path}: was saved with other options: {'; '.join(changes)}. Set them back, or begin a new run"
+        )
+    if saved.total_steps != present.total_steps:
+        raise UserError(
+            f"{path}: was saved in a run of {saved.total_steps} steps, this one would have {present.total_steps}, and "
+            f"the {config.schedule} schedule's learning rates depend on that number. Set epochs or max_steps back, or "
+            "begin a new run; with --schedule constant a run can be made longer at any time"
         )

@@ -1,12 +1,16 @@
 """What a run leaves behind: config.yaml, metrics.jsonl, report.json, checkpoints/, adapter/."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from zagora_jax.checkpoints.atomic import write_bytes
+from zagora_jax.checkpoints.json_files import parse_json_object, read_json_object
+from zagora_jax.config import TrainConfig
+from zagora_jax.config_file import load_config, save_config
 from zagora_jax.errors import UserError
 
 
@@ -41,25 +45,45 @@ class RunDirectory:
         """The newest adapter, in PEFT's format."""
         return self.path / "adapter"
 
-    def holds_a_run(self) -> bool:
+    def is_run(self) -> bool:
         """Whether a run was begun here."""
-        return self.config.exists() or self.metrics.exists() or self.checkpoints.exists()
+        return self.config.is_file()
 
     def require_run(self) -> None:
         """Refuse a directory that no run was begun in."""
-        if not self.config.is_file():
+        if not self.is_run():
             raise UserError(f"{self.path}: not a run directory (no config.yaml); give the --output of a training run")
 
+    def require_free(self) -> None:
+        """Refuse a directory in which a new run would mix with what is there."""
+        for taken in (self.config, self.metrics, self.report, self.checkpoints, self.adapter):
+            if taken.exists():
+                raise UserError(
+                    f"--output {self.path}: holds a run already ({taken.name} is there). "
+                    "Give --resume to go on with it, or another --output"
+                )
+
     def create(self) -> None:
-        """Make the directory."""
+        """Make the directory, and see that it can be written to."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output {self.path}: cannot be made: {error.strerror}") from error
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise UserError(f"--output {self.path}: may not be written to; give another --output")
+
+    def read_config(self) -> TrainConfig:
+        """Read config.yaml."""
+        self.require_run()
+        return load_config(TrainConfig, self.config)
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write config.yaml, from which the same run can be begun again, from any working directory."""
+        save_config(config.with_absolute_paths().model_copy(update={"resume": False}), self.config)
 
     def read_report(self) -> dict[str, Any]:
         """Read report.json; empty where there is none yet."""
-        return json.loads(self.report.read_text("utf-8")) if self.report.is_file() else {}
+        return read_json_object(self.report) if self.report.exists() else {}
 
     def update_report(self, entries: Mapping[str, Any]) -> None:
         """Add `entries` to report.json."""
@@ -70,15 +94,19 @@ class RunDirectory:
 class MetricsFile:
     """Appends to metrics.jsonl, a line an optimizer step."""
 
-    def __init__(self, path: Path, after_step: int):
+    def __init__(self, path: Path, *, after_step: int):
         """Open `path`, forgetting what a broken run wrote beyond `after_step`, the step that is resumed from."""
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= after_step]
+        kept = [line for line in _complete_lines(path) if _parse(line, path)["step"] <= after_step]
         write_bytes(path, "".join(kept).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one object, and hand it to the operating system."""
-        self._file.write(json.dumps(entry) + "\n")
+        """Append one object and hand it to the operating system; JSON has no number for what is not finite: null."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in entry.items()
+        }
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -95,7 +123,11 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl; a line that a power cut left incomplete is not counted."""
-    return [json.loads(line) for line in _complete_lines(path)]
+    return [_parse(line, path) for line in _complete_lines(path)]
+
+
+def _parse(line: str, path: Path) -> dict[str, Any]:
+    return parse_json_object(line.encode(), str(path))
 
 
 def _complete_lines(path: Path) -> list[str]:

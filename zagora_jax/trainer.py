@@ -3,8 +3,8 @@
 import importlib.metadata
 import platform
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,27 @@ from flax import nnx
 
 import zagora_jax
 from models.lora import initial_adapter
-from zagora_jax.adapter import save_adapter
+from zagora_jax.adapter import adapted_modules, save_adapter
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.load import split
-from zagora_jax.checkpoints.run_state import RunStates
+from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
-from zagora_jax.config_file import save_config
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
 from zagora_jax.errors import UserError
-from zagora_jax.evaluation import compile_evaluation, evaluate
+from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
-from zagora_jax.resume import Progress, find_state
+from zagora_jax.resume import Progress, find_saved
 from zagora_jax.run_directory import MetricsFile, RunDirectory
 from zagora_jax.step import TrainState, initial_state, make_train_step
 
 MAX_SKIPPED_IN_A_ROW = 5
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+Measure = Callable[[TrainState], Evaluation]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
     """Train an adapter as `config` says, or go on with a run that was broken off.
 
     Raises:
-        UserError: wrong input, found before the weights are read.
+        UserError: wrong input, found before the weights are read; or a training that diverges.
     """
     return _Run(config, reporter or Reporter()).train()
 
@@ -59,6 +61,8 @@ class _Run:
     def __init__(self, config: TrainConfig, reporter: Reporter):
         self.config, self.reporter = config, reporter
         self.directory = RunDirectory(config.output)
+        if not config.resume:
+            self.directory.require_free()
         self.base = open_base(
             config.model,
             quantization=config.quantization,
@@ -66,126 +70,160 @@ class _Run:
             lora=config.lora,
             seed=config.seed,
         )
+        self.graph, self.declared_frozen, self.declared_adapters = split(self.base.model)
+        self.options = forward_options(config, self.base)
         self.batches = training_batches(config, self.base, reporter)
         self.eval_batches = evaluation_batches(config, self.base, reporter)
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
-        self.progress = Progress.of(config, self.base, self.batches)
-        self.resumed_from = find_state(self.directory, config, self.progress)
-        self.options = forward_options(config, self.base)
         self.schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, self.total_steps)
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
+        self.iterator = self.batches.from_step(0, self.total_steps)
+        self.progress = Progress.of(config, self.base, self.iterator, self.total_steps)
+        self.saved = find_saved(self.directory, config, self.progress, self.iterator)
+        self.first_step = 0 if self.saved is None else self.saved.step
 
     def train(self) -> TrainResult:
-        if self.resumed_from is not None and self.resumed_from >= self.total_steps:
+        if self._is_finished():
             self.reporter.say(
-                f"{self.directory.path}: finished already, at step {self.resumed_from} of {self.total_steps}"
+                f"{self.directory.path}: finished already, at step {self.first_step} of {self.total_steps}"
             )
             return self._result()
-        self._begin()
+        self._open_directory()
         frozen = self._load()
-        state = self._state()
-        evaluation = None
-        if self.eval_batches is not None:
-            graph, _, _ = split(self.base.model)
-            evaluation = compile_evaluation(graph, self.options, state.adapters, frozen, self.eval_batches)
-        if self.resumed_from is None:
-            self._evaluate(evaluation, state, frozen, "loss_before")
-        step = self._compile(state, frozen)
-        state = self._loop(step, evaluation, state, frozen)
-        self._evaluate(evaluation, state, frozen, "loss_after")
+        state = self._initial_state()
+        measure = self._compile_evaluation(state, frozen)
+        if self.saved is None:
+            self._evaluate(measure, state, "loss_before")
+        if self.first_step < self.total_steps:
+            state = self._loop(self._compile_step(state, frozen), measure, state)
+        self._evaluate(measure, state, "loss_after")
         return self._result()
 
-    def _begin(self) -> None:
+    def _is_finished(self) -> bool:
+        """Tell whether all is done: a run may also break off behind its last step, before the last evaluation."""
+        if self.first_step < self.total_steps or not self.directory.adapter.is_dir():
+            return False
+        return self.eval_batches is None or self.directory.read_report().get("loss_after") is not None
+
+    def _open_directory(self) -> None:
+        """Say what will be done, and write it down."""
         self.directory.create()
-        save_config(self.config, self.directory.config)
-        lora = self.config.lora
-        _, frozen, adapters = split(self.base.model)
-        trained = sum(leaf.size for leaf in jax.tree.leaves(adapters))
-        total = self.base.parameter_count()
-        frozen_gib = sum(_bytes(leaf) for leaf in jax.tree.leaves(frozen)) / GIB
-        facts = {
+        if self.saved is None and self.config.resume:
+            self.reporter.say(f"{self.directory.path}: no step was saved here yet, so this run begins at the first one")
+        facts = self._facts()
+        self.reporter.banner("zagora-jax train", facts)
+        self.directory.write_config(self.config)
+        if self.saved is None:
+            self.directory.report.unlink(missing_ok=True)
+        self.directory.update_report(
+            {
+                "synthetic": self.base.synthetic,
+                "model_fingerprint": self.progress.model,
+                "facts": facts,
+                "versions": _versions(),
+                "loss_after": None,
+            }
+        )
+
+    def _facts(self) -> dict[str, str]:
+        config, total = self.config, self.base.parameter_count()
+        trained = sum(leaf.size for leaf in jax.tree.leaves(self.declared_adapters))
+        frozen_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.declared_frozen))
+        modules = adapted_modules(self.base.model)
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+        return {
             "model": f"{self.base.name} ({total / 1e6:,.1f} M parameters)"
             + (" SYNTHETIC" if self.base.synthetic else ""),
-            "weights": f"{self.config.quantization}, {frozen_gib:.2f} GiB",
-            "adapter": f"rank {lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
+            "weights": f"{config.quantization}, {frozen_bytes / GIB:.2f} GiB",
+            "adapter": f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
+            "adapted": f"{len(modules)} modules: {names}",
             "device": f"{jax.devices()[0].device_kind} ({jax.default_backend()})",
-            "computation": f"{self.config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}",
-            "optimizer step": f"{self.config.gradient_accumulation_steps} x {self.config.micro_batch_size} x "
-            f"{self.batches.width} tokens, {self.config.optimizer}, {self.config.schedule} schedule",
-            "steps": f"{self.total_steps}" + (f", going on from {self.resumed_from}" if self.resumed_from else ""),
-            "run directory": self.directory.path,
+            "computation": f"{config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}",
+            "optimizer step": f"{config.gradient_accumulation_steps} x {config.micro_batch_size} x "
+            f"{self.batches.width} tokens, {config.optimizer}, {config.schedule} schedule",
+            "steps": f"{self.total_steps}" + (f", going on from {self.first_step}" if self.first_step else ""),
+            "run directory": str(self.directory.path),
         }
-        self.reporter.banner("zagora-jax train", facts)
-        self.directory.update_report(
-            {"synthetic": self.base.synthetic, "facts": {k: str(v) for k, v in facts.items()}, "versions": _versions()}
-        )
 
     def _load(self) -> nnx.State:
         with self.reporter.counting("reading and quantising tensors", self.base.tensor_count()) as count:
             return self.base.load(count.advance)
 
-    def _state(self) -> TrainState:
-        _, _, declared = split(self.base.model)
-        adapters = initial_adapter(declared, self.config.seed)
+    def _initial_state(self) -> TrainState:
+        """Return the state to go on from: a new one, or the saved one."""
+        adapters = initial_adapter(self.declared_adapters, self.config.seed)
         state = initial_state(adapters, self.optimizer, self.config.compute_dtype)
-        if self.resumed_from is None:
+        if self.saved is None:
             return state
-        with RunStates(self.directory.checkpoints, self.config.keep_checkpoints) as states:
-            return states.restore(self.resumed_from, state)
+        with SavedStates(self.directory.checkpoints) as states:
+            return states.restore(self.saved.step, state)
 
-    def _compile(self, state: TrainState, frozen: nnx.State) -> Any:
+    def _compile_evaluation(self, state: TrainState, frozen: nnx.State) -> Measure | None:
+        if self.eval_batches is None:
+            return None
+        batches = self.eval_batches
+        step = compile_evaluation(self.graph, self.options, state.adapters, frozen, batches)
+        return lambda state: evaluate(step, state.adapters, frozen, batches.epoch(0))
+
+    def _evaluate(self, measure: Measure | None, state: TrainState, name: str) -> None:
+        """Put the loss on eval-data, where there is any, in the report as `name`."""
+        if measure is None:
+            return
+        result = measure(state)
+        self.directory.update_report({name: result.loss, "eval_supervised_tokens": result.supervised_tokens})
+        self.reporter.say(f"eval loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
+
+    def _compile_step(self, state: TrainState, frozen: nnx.State) -> Step:
         """Compile the train step once and for all: the result refuses other shapes instead of compiling again."""
-        graph, _, _ = split(self.base.model)
-        lora = self.config.lora
+        config = self.config
         step = make_train_step(
-            graph,
+            self.graph,
             self.optimizer,
             self.schedule,
             self.options,
-            max_grad_norm=self.config.max_grad_norm,
-            dropout_seed=self.config.seed if lora.dropout else None,
+            max_grad_norm=config.max_grad_norm,
+            dropout_seed=config.seed if config.lora.dropout else None,
         )
         started = time.perf_counter()
         compiled = jax.jit(step, donate_argnums=0).lower(state, frozen, self.batches.abstract()).compile()
         memory = compiled.memory_analysis()
+        assert memory is not None  # CPUs and GPUs tell
         planned = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / GIB
         self.reporter.say(f"compiled in {time.perf_counter() - started:.1f} s; the step needs {planned:.2f} GiB")
         self.directory.update_report({"planned_memory_gib": planned})
-        return compiled
+        return lambda state, batch: compiled(state, frozen, batch)
 
-    def _evaluate(self, evaluation: Any, state: TrainState, frozen: nnx.State, name: str) -> float | None:
-        if self.eval_batches is None:
-            return None
-        result = evaluate(evaluation, state.adapters, frozen, self.eval_batches.epoch(0))
-        self.directory.update_report({name: result.loss, "eval_supervised_tokens": result.supervised_tokens})
-        self.reporter.say(f"eval loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
-        return result.loss
-
-    def _loop(self, step: Any, evaluation: Any, state: TrainState, frozen: nnx.State) -> TrainState:
-        config, first = self.config, self.resumed_from or 0
+    def _loop(self, step: Step, measure: Measure | None, state: TrainState) -> TrainState:
+        config, first, last = self.config, self.first_step, self.total_steps
         skipped = 0
-        metrics_file = MetricsFile(self.directory.metrics, after_step=first)
-        states = RunStates(self.directory.checkpoints, config.keep_checkpoints)
-        with self.reporter.training(self.total_steps, first, config.log_every) as bar, states, metrics_file:
-            for number, batch in enumerate(self.batches.from_step(first, self.total_steps), start=first + 1):
-                started = time.perf_counter()
-                state, numbers = step(state, frozen, batch)
-                metrics = self._metrics(number, numbers, batch, started)
+        with (
+            # States are forgotten before the metrics of their steps: those of every saved step are always there.
+            StateWriter(self.directory.checkpoints, keep=config.keep_checkpoints, after_step=first) as states,
+            MetricsFile(self.directory.metrics, after_step=first) as metrics_file,
+            self.reporter.training(last, first, config.log_every) as bar,
+        ):
+            if first:
+                self._save_adapter(state)
+            for number in range(first + 1, last + 1):
+                state, metrics = self._step(step, state, number)
                 skipped = 0 if metrics["finite"] else skipped + 1
-                if config.eval_every and number % config.eval_every == 0 and number < self.total_steps:
-                    metrics["eval_loss"] = self._evaluate(evaluation, state, frozen, "eval_loss")
+                if config.eval_every and number % config.eval_every == 0 and number < last and measure:
+                    metrics["eval_loss"] = measure(state).loss
                 metrics_file.write(metrics)
                 bar.step(metrics)
                 self._stop_if_diverged(skipped, metrics)
-                if number == self.total_steps or (config.save_every and number % config.save_every == 0):
+                if number == last or number % config.save_every == 0:
                     metrics_file.sync()
                     self._save(states, state)
         return state
 
-    def _metrics(self, number: int, numbers: Mapping[str, jax.Array], batch: Batch, started: float) -> dict[str, Any]:
-        metrics = {name: value.item() for name, value in jax.device_get(dict(numbers)).items()}
+    def _step(self, step: Step, state: TrainState, number: int) -> tuple[TrainState, dict[str, Any]]:
+        started = time.perf_counter()
+        batch = next(self.iterator)
+        state, numbers = step(state, batch)
+        metrics = {name: value.item() for name, value in jax.device_get(numbers).items()}
         seconds = time.perf_counter() - started
-        return {
+        return state, {
             "step": number,
             **metrics,
             "supervised_tokens": int(metrics["supervised_tokens"]),
@@ -202,17 +240,24 @@ class _Run:
                 "learning_rate, or compute_dtype float32 or bfloat16 in place of float16"
             )
 
-    def _save(self, states: RunStates, state: TrainState) -> None:
-        states.save(state, asdict(self.progress))
-        save_adapter(self.directory.adapter, self.base.model, state.adapters, self.config.lora, self.base.name)
+    def _save(self, states: StateWriter, state: TrainState) -> None:
+        # The adapter first: a state that is there always has its adapter beside it.
+        self._save_adapter(state)
+        states.save(state, asdict(replace(self.progress, data=self.iterator.get_state())))
+
+    def _save_adapter(self, state: TrainState) -> None:
+        save_adapter(
+            self.directory.adapter,
+            self.base.model,
+            state.adapters,
+            self.config.lora,
+            self.config.with_absolute_paths().model,
+            trained=int(state.updates) > (1 if self.config.warmup_steps else 0),  # a warm-up's first rate is 0
+        )
 
     def _result(self) -> TrainResult:
         report = self.directory.read_report()
         return TrainResult(self.directory.path, self.total_steps, report.get("loss_before"), report.get("loss_after"))
-
-
-def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return leaf.size * leaf.dtype.itemsize
 
 
 def _versions() -> dict[str, str]:

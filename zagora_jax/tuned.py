@@ -9,9 +9,8 @@ from models.lora import initial_adapter
 from zagora_jax.adapter import load_adapter
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.load import split
-from zagora_jax.checkpoints.run_state import RunStates
+from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.config import TrainConfig
-from zagora_jax.config_file import load_config
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
 
@@ -34,27 +33,52 @@ def open_tuned(path: Path, step: int | None = None) -> TunedModel:
     """Open a run's base model and load its adapter: the newest one, or that of the checkpoint at `step`.
 
     Raises:
-        UserError: no run, no such checkpoint, or a base model that is not what it was.
+        UserError: no run, no such checkpoint, or a base model that is gone or not what it was.
     """
     directory = RunDirectory(path)
-    directory.require_run()
-    config = load_config(TrainConfig, directory.config)
-    base = open_base(
-        config.model, quantization=config.quantization, dtype=config.compute_dtype, lora=config.lora, seed=config.seed
-    )
+    config = directory.read_config()
+    try:
+        base = open_base(
+            config.model,
+            quantization=config.quantization,
+            dtype=config.compute_dtype,
+            lora=config.lora,
+            seed=config.seed,
+        )
+    except UserError as error:
+        raise UserError(f"{path}: the base model that it was trained on: {error}") from error
+    require_same_base(directory, base)
     adapters = _adapter_of_step(directory, base, config, step) if step is not None else _newest(directory, base)
     return TunedModel(base, adapters, config)
 
 
+def require_same_base(directory: RunDirectory, base: BaseModel) -> None:
+    """Refuse a base model that is not the one that the run's report names.
+
+    Raises:
+        UserError: it is another one, or the report does not say.
+    """
+    trained_on = directory.read_report().get("model_fingerprint")
+    if trained_on is None:
+        raise UserError(
+            f"{directory.report}: no model_fingerprint, so whether the base model is still the same cannot be told"
+        )
+    if trained_on != base.fingerprint():
+        raise UserError(
+            f"{base.name}: is not the model that {directory.path} was trained on any more (its fingerprint is not the "
+            f"model_fingerprint in {directory.report}). Put the old model back: an adapter fits no other"
+        )
+
+
 def _newest(directory: RunDirectory, base: BaseModel) -> nnx.State:
     if not directory.adapter.is_dir():
-        raise UserError(f"{directory.path}: no adapter is saved yet")
+        raise UserError(f"{directory.path}: no adapter is saved yet; train until the first save, or with --resume")
     return load_adapter(directory.adapter, base.model)
 
 
 def _adapter_of_step(directory: RunDirectory, base: BaseModel, config: TrainConfig, step: int) -> nnx.State:
     _, _, declared = split(base.model)
-    with RunStates(directory.checkpoints, config.keep_checkpoints) as states:
+    with SavedStates(directory.checkpoints) as states:
         if step not in states.steps():
             raise UserError(
                 f"{directory.checkpoints}: no checkpoint of step {step}; the steps saved are "

@@ -1,72 +1,130 @@
 """Saving and restoring a run's state with Orbax."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from zagora_jax.checkpoints.atomic import fsync_directory
+from zagora_jax.errors import UserError
 from zagora_jax.step import LossScale, TrainState
 
+# Where a state that is no longer wanted is renamed to before its files are removed.
+DELETED = ".deleted"
 
-class RunStates:
-    """The numbered states under a run's checkpoints/ folder; a state appears there only when it is complete."""
 
-    def __init__(self, directory: Path, keep: int):
-        """Open the folder, making it where needed; the newest `keep` states are kept."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+class StateWriter:
+    """Writes numbered states to a run's checkpoints/ folder, where each appears and disappears in one piece."""
 
-    def latest(self) -> int | None:
-        """Return the step of the newest complete state."""
-        return self._manager.latest_step()
+    def __init__(self, directory: Path, *, keep: int, after_step: int):
+        """Open the folder, making it where needed, and remove what broken saves left behind.
 
-    def steps(self) -> list[int]:
-        """Return the steps of all complete states, oldest first."""
-        return sorted(self._manager.all_steps())
+        Args:
+            directory: the folder.
+            keep: how many of the newest states are kept.
+            after_step: the step that the run goes on from; states beyond it are removed.
+        """
+        self._directory = directory.absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=False,
+            todelete_subdir=DELETED,
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        for step in self._manager.all_steps():
+            if step > after_step:
+                self._manager.delete(step)
+        self._settle()
 
     def save(self, state: TrainState, progress: Mapping[str, Any]) -> None:
         """Write `state`, and beside it the JSON-serialisable `progress`."""
-        # Copied to the host first: the next step donates the device's buffers, which on a CPU are the host's own.
-        adapters, rest = jax.tree.map(lambda leaf: np.array(leaf, copy=True), _parts(state))
-        self._manager.save(
+        # As arrays of the host, which can be restored to any devices.
+        adapters, training = jax.device_get(_parts(state))
+        saved = self._manager.save(
             int(state.step),
             args=ocp.args.Composite(
                 adapters=ocp.args.StandardSave(adapters),
-                training=ocp.args.StandardSave(rest),
+                training=ocp.args.StandardSave(training),
                 progress=ocp.args.JsonSave(dict(progress)),
             ),
         )
+        if not saved:  # Orbax says so where a state of this or a later step exists.
+            raise RuntimeError(f"{self._directory}: the state of step {state.step} was not saved")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Make the names in the folder durable, then free the space of states that have none any more."""
+        fsync_directory(self._directory)
+        shutil.rmtree(self._directory / DELETED, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+
+class SavedStates:
+    """The complete states in a run's checkpoints/ folder, for reading; nothing in the folder is changed."""
+
+    def __init__(self, directory: Path):
+        """Open the folder; one that does not exist holds no state."""
+        self._directory = directory.absolute()
+        self._manager = ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(create=False))
+
+    def latest(self) -> int | None:
+        """Return the step of the newest state."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Return the steps of all states, oldest first."""
+        return sorted(self._manager.all_steps())
 
     def progress(self, step: int) -> dict[str, Any]:
-        """Read what was saved beside the state of `step`."""
-        return self._manager.restore(step, args=ocp.args.Composite(progress=ocp.args.JsonRestore()))["progress"]
+        """Read what was saved beside the state of `step`.
+
+        Raises:
+            UserError: the files of the state are damaged; so do the other readers.
+        """
+        return self._read(step, progress=ocp.args.JsonRestore())
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Read the state of `step` into arrays like those of `like` (which gives shapes, dtypes and shardings)."""
-        _, rest = _parts(like)
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, rest)
-        args = ocp.args.Composite(training=ocp.args.StandardRestore(target))
-        restored = self._manager.restore(step, args=args)["training"]
-        loss_scale = LossScale(**restored["loss_scale"]) if like.loss_scale is not None else None
+        _, training = _parts(like)
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, training)
+        restored = self._read(step, training=ocp.args.StandardRestore(target))
         return TrainState(
             restored["step"],
             restored["updates"],
             self.adapters(step, like.adapters),
             restored["optimizer"],
-            loss_scale,
+            None if like.loss_scale is None else LossScale(**restored["loss_scale"]),
         )
 
     def adapters(self, step: int, like: nnx.State) -> nnx.State:
         """Read the adapter of `step` into arrays like those of `like`."""
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(like))
-        args = ocp.args.Composite(adapters=ocp.args.StandardRestore(target))
         adapters = jax.tree.map(lambda leaf: leaf, like)
-        nnx.replace_by_pure_dict(adapters, self._manager.restore(step, args=args)["adapters"])
+        nnx.replace_by_pure_dict(adapters, self._read(step, adapters=ocp.args.StandardRestore(target)))
         return adapters
+
+    def _read(self, step: int, **item: ocp.args.CheckpointArgs) -> Any:
+        """Read one item of a state."""
+        (name,) = item
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**item))[name]
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0][:200]
+            raise UserError(
+                f"{self._directory / str(step)}: the checkpoint is damaged ({reason}). The checkpoints here are "
+                f"{', '.join(map(str, self.steps()))}: use another one, or remove this one"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +135,7 @@ class RunStates:
 
 def _parts(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part a state into the adapter, which other commands read too, and what only training needs."""
-    rest: dict[str, Any] = {"step": state.step, "updates": state.updates, "optimizer": state.optimizer}
+    training: dict[str, Any] = {"step": state.step, "updates": state.updates, "optimizer": state.optimizer}
     if state.loss_scale is not None:
-        rest["loss_scale"] = state.loss_scale._asdict()
-    return nnx.to_pure_dict(state.adapters), rest
+        training["loss_scale"] = state.loss_scale._asdict()
+    return nnx.to_pure_dict(state.adapters), training
