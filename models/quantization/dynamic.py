@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.quantization import exact
+
 BLOCK = 256
 
 _GRID = 65536
@@ -66,7 +68,7 @@ def quantize(values: jax.Array, *, signed: bool) -> tuple[jax.Array, jax.Array]:
     blocks = values.reshape(*values.shape[:-1], -1, BLOCK)
     absmax = jnp.max(jnp.abs(blocks), axis=-1)  # [..., n / 256]
     is_zero = absmax < jnp.finfo(jnp.float32).tiny
-    scaled = blocks * (1 / jnp.where(is_zero, 1, absmax))[..., None]
+    scaled = blocks * exact.divide(1.0, jnp.where(is_zero, 1, absmax))[..., None]
     # Over all 2**25 values that `scaled + 1` can take, a fused multiply-add gives the same integer as two roundings.
     point = ((jnp.clip(scaled, -1, 1) + 1) * 0.5 * (_GRID - 1) + 0.5).astype(jnp.int32)
     codes = jnp.take(jnp.asarray(_code_of_grid_point(signed=signed)), point, mode="clip")

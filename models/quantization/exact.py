@@ -1,7 +1,8 @@
 """Float32 arithmetic that rounds as PyTorch's CPU kernels do, whatever XLA makes of it.
 
-bitsandbytes' numbers are PyTorch's, so equality bit for bit needs three things that XLA does not give by itself:
-the order of a sum, a product rounded before it is added to, and subnormal numbers (XLA:CPU flushes them to zero).
+bitsandbytes' numbers are PyTorch's, so equality bit for bit needs four things that XLA does not give by itself: the
+order of a sum, a product rounded before it is added to (XLA:CPU fuses the two), correctly rounded quotients (XLA:GPU's
+are off by one unit in the last place one time in four), and subnormal numbers (XLA:CPU flushes them to zero).
 """
 
 import jax
@@ -13,6 +14,8 @@ LIFT = 2.0**64
 
 _SMALLEST_NORMAL = 2.0**-126
 _SUBNORMAL_UNIT = 2.0**-149
+_MANTISSA_BITS = 23
+_EXPONENT_BIAS = 127
 
 # Constants of PyTorch's cascade_sum (aten/src/ATen/native/cpu/SumKernel.cpp), which is compiled for AVX2 at most.
 _LANES = 8
@@ -51,9 +54,7 @@ def sum_in_torch_order(values: jax.Array) -> jax.Array:
 
 def mean_in_torch_order(values: jax.Array) -> jax.Array:
     """Return the mean of `values` (float32[n], none negative) as `torch.mean` on a CPU with one thread does."""
-    total = sum_in_torch_order(values)
-    # XLA replaces a division by a constant by a product with its reciprocal; total >= 0 makes this maximum the count.
-    return total / jnp.maximum(-total, jnp.float32(values.shape[0]))
+    return divide(sum_in_torch_order(values), jnp.float32(values.shape[0]))
 
 
 def _cascade(rows: jax.Array) -> jax.Array:
@@ -72,6 +73,44 @@ def _cascade(rows: jax.Array) -> jax.Array:
 def _running_sum(rows: jax.Array, start: jax.Array) -> jax.Array:
     """Add the rows (first axis) to `start`, one after the other."""
     return lax.scan(lambda total, row: (total + row, None), start, rows)[0]
+
+
+def divide(dividend: jax.typing.ArrayLike, divisor: jax.typing.ArrayLike) -> jax.Array:
+    """Return the float32 quotient rounded to nearest, ties to even: a long division of the mantissas as integers.
+
+    Args:
+        dividend: float32, zero or normal.
+        divisor: float32, normal and positive.
+
+    Returns:
+        The quotient, or zero where it is below 2**-126. It must not exceed the largest float32.
+    """
+    dividend, divisor = jnp.broadcast_arrays(jnp.float32(dividend), jnp.float32(divisor))
+    sign, exponent, mantissa = _split(dividend)
+    _, divisor_exponent, divisor_mantissa = _split(divisor)
+    is_less = mantissa < divisor_mantissa
+    exponent = exponent - divisor_exponent - is_less  # of a quotient in [1, 2)
+    remainder = (mantissa << is_less.astype(jnp.uint32)) - divisor_mantissa
+    quotient = jnp.ones_like(remainder)
+    for _ in range(_MANTISSA_BITS + 1):  # one bit more than is kept, to round by
+        remainder <<= 1
+        fits = remainder >= divisor_mantissa
+        quotient = quotient << 1 | fits
+        remainder = jnp.where(fits, remainder - divisor_mantissa, remainder)
+    last_bit, half_bit = quotient >> 1 & 1, quotient & 1
+    rounded_up = half_bit & ((remainder > 0) | (last_bit == 1))
+    # Added as integers, a mantissa that rounds up to 2 carries into the exponent, and so does its leading 1.
+    bits = ((exponent + _EXPONENT_BIAS - 1).astype(jnp.uint32) << _MANTISSA_BITS) + (quotient >> 1) + rounded_up
+    bits = jnp.where((dividend == 0) | (exponent <= -_EXPONENT_BIAS), jnp.uint32(0), bits)
+    return lax.bitcast_convert_type(sign | bits, jnp.float32)
+
+
+def _split(values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split normal float32 values into sign bit (uint32), biased exponent (int32) and 24-bit mantissa (uint32)."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    exponent = (bits >> _MANTISSA_BITS & jnp.uint32(0xFF)).astype(jnp.int32)
+    mantissa = bits & jnp.uint32(0x7FFFFF) | jnp.uint32(1 << _MANTISSA_BITS)
+    return bits & jnp.uint32(0x80000000), exponent, mantissa
 
 
 def lift(values: jax.Array, lifted: jax.Array) -> jax.Array:

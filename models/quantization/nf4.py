@@ -98,12 +98,11 @@ def quantize(weight: jax.Array) -> NF4Tensor:
 
     absmax = _row_maximum(exact.lift(jnp.abs(blocks), lifted))
     # bitsandbytes multiplies whole blocks by the reciprocal, but divides the rest.
-    codes = _nearest_codes(exact.lift(blocks, lifted) * (1 / jnp.maximum(absmax, least))[:, None])
+    codes = _nearest_codes(exact.lift(blocks, lifted) * exact.divide(1.0, jnp.maximum(absmax, least))[:, None])
     if rest.size:
         rest = exact.lift(rest, lifted)
         rest_absmax = jnp.maximum(jnp.max(jnp.abs(rest)), least)
-        # The maximum with |rest| changes nothing but keeps XLA from multiplying by the scalar's reciprocal.
-        rest = rest / jnp.maximum(jnp.abs(rest), rest_absmax)
+        rest = exact.divide(rest, rest_absmax)
         codes = jnp.concatenate([codes, _nearest_codes(jnp.pad(rest, (0, rest.size % 2)))])
         absmax = jnp.concatenate([absmax, rest_absmax[None]])
     out_features, in_features = weight.shape
@@ -154,9 +153,11 @@ def dequantize(quantized: NF4Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
 
     codes = jnp.pad(codes, (0, blocks * BLOCK // 2 - codes.size))
     indices = jnp.stack([codes >> 4, codes & 0xF], axis=-1).reshape(blocks, BLOCK)
-    weights = exact.rounded(jnp.take(table, indices, mode="clip") * scales[:, None]).astype(dtype)  # [blocks, 64]
-    out_features, in_features = quantized.shape
-    return weights.reshape(-1)[: out_features * in_features].reshape(out_features, in_features)
+    weights = jnp.take(table, indices, mode="clip") * scales[:, None]  # [blocks, 64]
+    if jnp.dtype(dtype) == jnp.float32:  # Any other type separates this product from a sum by itself.
+        weights = exact.rounded(weights)
+    weights = weights.reshape(-1)[: quantized.shape[0] * quantized.shape[1]]
+    return weights.reshape(quantized.shape).astype(dtype)
 
 
 def abstract(shape: tuple[int, int], stack: tuple[int, ...] = ()) -> NF4Tensor:

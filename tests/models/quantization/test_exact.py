@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import nf4_reference
 import numpy as np
 import pytest
 
@@ -21,6 +22,32 @@ def test_mean_equals_torch(size):
     finally:
         torch.set_num_threads(threads)
     assert float(jax.jit(exact.mean_in_torch_order)(values)) == expected
+
+
+def test_divide_is_correctly_rounded():
+    rng = np.random.default_rng(0)
+    dividend, divisor = (
+        (rng.uniform(1, 2, 200_000) * 2.0 ** rng.integers(-60, 60, 200_000)).astype(np.float32) for _ in range(2)
+    )
+    # Quotients just beside 1 and powers of two, where the exponent changes, and all signs.
+    beside = np.nextafter(divisor[:1000], np.float32(np.inf))
+    dividend[:3000] = np.concatenate([beside, divisor[1000:2000], np.nextafter(divisor[2000:3000], np.float32(0))])
+    dividend[::2] *= -1
+    dividend[5000:5010] = 0
+    divide = jax.jit(exact.divide)
+    np.testing.assert_array_equal(divide(dividend, divisor), dividend / divisor)
+    np.testing.assert_array_equal(divide(np.float32(1), divisor), 1 / divisor)
+    np.testing.assert_array_equal(divide(np.float32([1e-30, 2.0**-126]), np.float32([1e30, 1.0])), [0, 2.0**-126])
+
+
+@pytest.mark.gpu
+def test_divide_and_mean_on_gpu():
+    assert jax.default_backend() == "gpu"
+    test_divide_is_correctly_rounded()
+    for size in SIZES[:-1]:
+        values = np.random.default_rng(size).uniform(0, 0.1, size).astype(np.float32)
+        expected = nf4_reference.torch_sum(values) / np.float32(size)
+        assert float(jax.jit(exact.mean_in_torch_order)(values)) == expected
 
 
 def test_rounded_product_is_not_fused_with_a_sum():
