@@ -104,6 +104,7 @@ def make_train_step(
         return total * scale, total
 
     def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        count = jnp.maximum(batch.weights.sum(), 1)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         step_key = None if dropout_seed is None else jax.random.fold_in(jax.random.key(dropout_seed), state.step)
 
@@ -111,15 +112,16 @@ def make_train_step(
             gradients, total = carry
             index, micro_batch = inputs
             key = None if step_key is None else jax.random.fold_in(step_key, index)
-            gradient, loss = jax.grad(micro_batch_loss, has_aux=True)(state.adapters, frozen, micro_batch, key, scale)
+            gradient, loss = jax.grad(micro_batch_loss, has_aux=True)(
+                state.adapters, frozen, micro_batch, key, scale / count
+            )
             return (jax.tree.map(jnp.add, gradients, gradient), total + loss), None
 
         zeros = jax.tree.map(jnp.zeros_like, state.adapters)
         indices = jnp.arange(batch.tokens.shape[0])
         (gradients, total), _ = jax.lax.scan(accumulate, (zeros, jnp.float32(0)), (indices, batch))
-        count = batch.weights.sum()
-        gradients = jax.tree.map(lambda g: g / (jnp.maximum(count, 1) * scale), gradients)
-        loss = total / jnp.maximum(count, 1)
+        gradients = jax.tree.map(lambda g: g / scale, gradients)
+        loss = total / count
         norm = optax.global_norm(gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_grad_norm:
@@ -130,7 +132,7 @@ def make_train_step(
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.updates), jnp.float32),
-            "supervised_tokens": count,
+            "supervised_tokens": batch.weights.sum(),
             "finite": finite,
         }
         if state.loss_scale is not None:
