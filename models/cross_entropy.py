@@ -6,12 +6,19 @@ import math
 import jax
 import jax.numpy as jnp
 
+from models.vocabulary import WHOLE_VOCABULARY, Vocabulary
+
 CHUNK_TOKENS = 256  # float32 logits of 256 tokens over 128,256 words take 125 MiB
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy_sum(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk_tokens: int = CHUNK_TOKENS
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk_tokens: int = CHUNK_TOKENS,
+    vocabulary: Vocabulary = WHOLE_VOCABULARY,
 ) -> jax.Array:
     """Return the weighted sum over tokens of -log softmax(hidden @ head.T)[target].
 
@@ -22,24 +29,32 @@ def cross_entropy_sum(
 
     Args:
         hidden: [T, D].
-        head: [V, D].
+        head: [V, D], or the rows of it that this device holds.
         targets: int32 [T], below V also where the weight is 0.
         weights: float32 [T], 0 for a token that is not supervised.
-        chunk_tokens: most tokens whose logits exist at a time.
+        chunk_tokens: most tokens of a device whose logits exist at a time.
+        vocabulary: reaches the other devices that hold rows of the head; T is the same on all of them.
 
     Returns:
-        The sum, float32; 0 where all weights are. The caller divides by the sum of weights.
+        The sum over this device's tokens, float32; 0 where all weights are. The caller divides by the sum of weights.
     """
-    return _over_chunks(hidden, head, targets, weights, chunk_tokens, differentiate=False)[0]
+    return _over_chunks(hidden, head, targets, weights, chunk_tokens, vocabulary, differentiate=False)[0]
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk_tokens: int
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk_tokens: int,
+    vocabulary: Vocabulary,
 ) -> tuple[jax.Array, jax.Array | None]:
-    return _over_chunks(hidden, head, targets, weights, chunk_tokens, differentiate=True)
+    return _over_chunks(hidden, head, targets, weights, chunk_tokens, vocabulary, differentiate=True)
 
 
-def _backward(chunk_tokens: int, d_hidden: jax.Array, d_loss: jax.Array) -> tuple[jax.Array, None, None, None]:
+def _backward(
+    chunk_tokens: int, vocabulary: Vocabulary, d_hidden: jax.Array, d_loss: jax.Array
+) -> tuple[jax.Array, None, None, None]:
     return (d_hidden * d_loss).astype(d_hidden.dtype), None, None, None
 
 
@@ -52,13 +67,14 @@ def _over_chunks(
     targets: jax.Array,
     weights: jax.Array,
     chunk_tokens: int,
+    vocabulary: Vocabulary,
     *,
     differentiate: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the loss, and its gradient [T, D] if asked for."""
     tokens, width = hidden.shape
     head = head.astype(hidden.dtype)
-    words = jnp.arange(head.shape[0])
+    words = vocabulary.words(head.shape[0])
     count = max(1, math.ceil(tokens / chunk_tokens))
     size = math.ceil(tokens / count)
 
@@ -67,18 +83,19 @@ def _over_chunks(
         return jnp.pad(x, padding).reshape(count, size, *x.shape[1:])
 
     def step(loss: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array | None]:
-        hidden, targets, weights = chunk
+        hidden, targets, weights = map(vocabulary.gather, chunk)
         logits = jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
-        log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        logits = jnp.where(words >= 0, logits, -jnp.inf)
+        largest = vocabulary.maximum(logits.max(axis=-1))
+        log_total = largest + jnp.log(vocabulary.total(jnp.exp(logits - largest[:, None]).sum(axis=-1)))
         is_target = targets[:, None] == words
-        # A sum, not a look-up: it needs no gathering where the vocabulary is sharded.
-        target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-        loss += jnp.sum(weights * (log_total[:, 0] - target_logit))
+        target_logit = vocabulary.total(jnp.where(is_target, logits, 0.0).sum(axis=-1))
+        loss += vocabulary.own(weights * (log_total - target_logit)).sum()
         if not differentiate:
             return loss, None
-        d_logits = weights[:, None] * (jnp.exp(logits - log_total) - is_target)
+        d_logits = weights[:, None] * (jnp.exp(logits - log_total[:, None]) - is_target)
         d_hidden = jnp.einsum("tv,vd->td", d_logits.astype(hidden.dtype), head, preferred_element_type=jnp.float32)
-        return loss, d_hidden.astype(hidden.dtype)
+        return loss, vocabulary.scatter_sum(d_hidden).astype(hidden.dtype)
 
     loss, d_hidden = jax.lax.scan(step, jnp.float32(0), tuple(map(chunked, (hidden, targets, weights))))
     return loss, d_hidden if d_hidden is None else d_hidden.reshape(-1, width)[:tokens]

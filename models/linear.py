@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 
 from models import quantization as formats
-from models.fetch import Fetch
 from models.lora import LoRA, LoRAConfig
 from models.parameters import Frozen
+from models.placement import Fetch
 from models.quantization import StoredWeight, dequantize
 
 

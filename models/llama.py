@@ -23,11 +23,12 @@ from jax.ad_checkpoint import checkpoint_name
 from models.attention import attention, decode_attention
 from models.cache import KVCache
 from models.config import ModelConfig
-from models.fetch import Fetch, identity
 from models.linear import Linear
 from models.lora import LoRAConfig
-from models.parameters import Adapter, Frozen
+from models.parameters import Frozen, split
+from models.placement import LOCAL, Fetch, Placement, identity
 from models.rope import apply_rope, rope_tables
+from models.vocabulary import WHOLE_VOCABULARY, Vocabulary, look_up
 
 # Attends to q [B, Q, H, D], k and v [B, Q, KV, D] of the present tokens. The second result is whatever the caller
 # wants to keep of the layer, stacked over layers: nothing in training, the extended cache in generation.
@@ -175,7 +176,7 @@ class Llama(nnx.Module):
         kernel: str,
         remat: str = "none",
         dropout_key: jax.Array | None = None,
-        fetch: Fetch = identity,
+        placement: Placement = LOCAL,
     ) -> jax.Array:
         """Run the decoder over whole sequences.
 
@@ -187,7 +188,7 @@ class Llama(nnx.Module):
             kernel: the attention kernel, see `models.attention.choose_kernel`.
             remat: "none", or a key of REMAT_POLICIES: what a layer's backward pass computes again.
             dropout_key: switches the adapters' dropout on.
-            fetch: brings a parameter together just before its use.
+            placement: reaches parameters that are spread over devices.
 
         Returns:
             The normalised last hidden states [B, S, hidden].
@@ -197,8 +198,8 @@ class Llama(nnx.Module):
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
             return attention(q, k, v, segment_ids=segment_ids, kernel=kernel), None
 
-        context = LayerContext(cos, sin, attend, fetch, dropout_key)
-        x, _ = self._run(tokens, lambda _: context, None, remat)
+        context = LayerContext(cos, sin, attend, placement.fetch, dropout_key)
+        x, _ = self._run(tokens, lambda _: context, None, remat, placement.vocabulary)
         return x
 
     def extend(
@@ -208,7 +209,6 @@ class Llama(nnx.Module):
         cache: KVCache,
         slot: jax.Array | int,
         valid: jax.Array,
-        fetch: Fetch = identity,
     ) -> tuple[jax.Array, KVCache]:
         """Run the decoder over the next tokens of sequences whose earlier keys and values are cached.
 
@@ -218,7 +218,6 @@ class Llama(nnx.Module):
             cache: keys and values of T slots.
             slot: the first of the Q slots that these tokens take.
             valid: bool [B, Q, T], the slots that each token sees, its own among them.
-            fetch: brings a parameter together just before its use.
 
         Returns:
             The normalised last hidden states [B, Q, hidden], and the cache with these tokens in it.
@@ -230,16 +229,21 @@ class Llama(nnx.Module):
                 extended = layer_cache.write(k, v, slot)
                 return decode_attention(q, extended.keys, extended.values, valid), extended
 
-            return LayerContext(cos, sin, attend, fetch, dropout_key=None)
+            return LayerContext(cos, sin, attend, identity, dropout_key=None)
 
-        return self._run(tokens, context_of, cache, remat="none")
+        return self._run(tokens, context_of, cache, "none", WHOLE_VOCABULARY)
 
     def _run(
-        self, tokens: jax.Array, context_of: Callable[[Any], LayerContext], per_layer: Any, remat: str
+        self,
+        tokens: jax.Array,
+        context_of: Callable[[Any], LayerContext],
+        per_layer: Any,
+        remat: str,
+        vocabulary: Vocabulary,
     ) -> tuple[jax.Array, Any]:
         """Embed, scan over the layers and normalise; `context_of` gets the layer's slice of `per_layer`."""
-        x = jnp.take(self.model.embed_tokens.weight[...], tokens, axis=0)  # [B, S, hidden]
-        graph, frozen, adapters = nnx.split(self.model.layers, Frozen, Adapter)
+        x = look_up(self.model.embed_tokens.weight[...], tokens, vocabulary)  # [B, S, hidden]
+        graph, frozen, adapters = split(self.model.layers)
 
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Any]:
             index, frozen, adapters, layer_inputs = inputs

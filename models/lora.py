@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.fetch import Fetch
 from models.parameters import Adapter
+from models.placement import Fetch
 
 
 @dataclass(frozen=True)

@@ -12,3 +12,18 @@ class Frozen(nnx.Variable):
 
 class Adapter(nnx.Param):
     """A trained float32 weight. The metadata `axes` names the logical axis of each dimension."""
+
+
+Path = tuple[str, ...]
+
+
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """Split a model into its graph, its frozen and its adapter parameters; `nnx.merge` joins them again."""
+    graph, *states = nnx.split(model, Frozen, Adapter)
+    frozen, adapters = states
+    return graph, frozen, adapters
+
+
+def by_path(state: nnx.State) -> dict[Path, nnx.Variable]:
+    """Return the variables of a tree of parameters by their path of attribute names."""
+    return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}

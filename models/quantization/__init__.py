@@ -44,6 +44,6 @@ def is_quantized(stored: Any) -> bool:
 
 def dequantize(stored: StoredWeight, dtype: jnp.dtype) -> jax.Array:
     """Turn the stored form of one matrix into an array [out, in] of `dtype`."""
-    if is_quantized(stored):
-        return _FORMAT_OF_TYPE[type(stored)].dequantize(stored, dtype)
-    return stored.astype(dtype)
+    if isinstance(stored, jax.Array):
+        return stored.astype(dtype)
+    return _FORMAT_OF_TYPE[type(stored)].dequantize(stored, dtype)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.fetch import identity
 from models.linear import Linear
 from models.parameters import Adapter, Frozen
+from models.placement import identity
 from zagora_jax.errors import UserError
 
 _PROBED_COLUMNS = 8

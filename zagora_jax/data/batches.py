@@ -32,11 +32,11 @@ class Batch(NamedTuple):
         positions: int32, counted from 0 in each row.
     """
 
-    tokens: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
+    tokens: Any
+    targets: Any
+    weights: Any
+    segment_ids: Any
+    positions: Any
 
 
 _DTYPES = (np.int32, np.int32, np.float32, np.int32, np.int32)

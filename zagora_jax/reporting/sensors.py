@@ -13,7 +13,7 @@ def peak_memory_gib() -> float:
     On a GPU this is the allocator's peak on the fullest device; on a CPU, whose memory is the host's, the peak
     resident size of the process.
     """
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
-    if all(peak is not None for peak in peaks):
-        return max(peaks) / GIB
+    statistics = [device.memory_stats() for device in jax.local_devices()]
+    if all(statistics):
+        return max(of_device["peak_bytes_in_use"] for of_device in statistics if of_device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,0 +1,34 @@
+"""How a model reaches its parameters where other devices hold a part of them. The model itself knows no mesh."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from models.vocabulary import WHOLE_VOCABULARY, Vocabulary
+
+Parameters = TypeVar("Parameters")
+
+# Called on a layer's parameter (an array or a pytree of arrays) just before its use, in the forward and the backward
+# pass.
+Fetch = Callable[[Parameters], Parameters]
+
+
+def identity(parameters: Parameters) -> Parameters:
+    """Return `parameters` as they are: everything is on the device already."""
+    return parameters
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What whoever lays parameters out over devices hands to the model.
+
+    Attributes:
+        fetch: brings a layer's parameter together.
+        vocabulary: reaches the rows of the embedding and of the head.
+    """
+
+    fetch: Fetch = identity
+    vocabulary: Vocabulary = WHOLE_VOCABULARY
+
+
+LOCAL = Placement()

@@ -1,0 +1,64 @@
+"""How the embedding and the output head are reached where each device may hold a part of their rows."""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Vocabulary(Protocol):
+    """The rows of a table [V, D] that this device holds, and the group of devices that hold the others.
+
+    The devices of a group work on different tokens; `gather` and `scatter_sum` are each other's transposes.
+    """
+
+    def words(self, rows: int) -> jax.Array:
+        """Return int32 [rows], the word of each row that this device holds; -1 for a row of padding."""
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Join the group's arrays [t, ...] along the first axis, in the group's order: [group * t, ...]."""
+
+    def scatter_sum(self, x: jax.Array) -> jax.Array:
+        """Sum the group's arrays [group * t, ...], and return this device's part [t, ...]."""
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """Return this device's part [t, ...] of an array [group * t, ...] that is the same on the whole group."""
+
+    def maximum(self, x: jax.Array) -> jax.Array:
+        """Return the elementwise maximum over the group."""
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Return the elementwise sum over the group."""
+
+
+class WholeVocabulary:
+    """Every row is here."""
+
+    def words(self, rows: int) -> jax.Array:
+        """Return 0 to rows - 1."""
+        return jnp.arange(rows)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Return x."""
+        return x
+
+    scatter_sum = own = maximum = total = gather
+
+
+WHOLE_VOCABULARY = WholeVocabulary()
+
+
+def look_up(table: jax.Array, tokens: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+    """Return the rows of `table` for tokens [B, S], as [B, S, D]; without a gradient for the table.
+
+    Each device looks up what it holds for the tokens of its whole group; the sum over the group is exact, since all
+    terms but one are zero.
+    """
+    if isinstance(vocabulary, WholeVocabulary):
+        return jnp.take(table, tokens, axis=0)
+    words = vocabulary.words(table.shape[0])
+    wanted = vocabulary.gather(tokens)  # [group * B, S]
+    row = wanted - words[0]
+    here = (row >= 0) & (row < table.shape[0])
+    rows = jnp.where(here[..., None], jnp.take(table, row, axis=0, mode="clip"), 0)
+    return vocabulary.scatter_sum(rows)

@@ -1,0 +1,63 @@
+"""A layer's parameters, cut evenly over devices whatever their shape: flattened, padded, and gathered before use.
+
+A stack of L matrices [L, *shape] is held as [L, padded], where `padded` is the number of elements rounded up to a
+multiple that the device count divides. Each device keeps its range of the second axis; a layer is brought together by
+an all-gather of its slice and a reshape. Gathering along the first axis of the slice matters: gathering along another,
+XLA copies the whole stack, transposed (9 GiB for 70B).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["shape"])
+@dataclasses.dataclass(frozen=True)
+class FlatShard:
+    """An array in flat form; `shape` is that of one layer's array, before flattening.
+
+    Attributes:
+        array: [*stack, padded], of which a device under shard_map sees [*stack, padded / devices].
+        shape: the shape to come back to.
+    """
+
+    array: jax.Array
+    shape: tuple[int, ...]
+
+
+def padded_size(shape: tuple[int, ...], multiple: int) -> int:
+    """Return the elements of `shape`, rounded up to a multiple of `multiple`."""
+    return -(-math.prod(shape) // multiple) * multiple
+
+
+def flatten(array: jax.Array, stack_ndim: int, multiple: int) -> FlatShard:
+    """Flatten an array behind its first `stack_ndim` axes and pad it with zeros to a multiple of `multiple`."""
+    stack, shape = array.shape[:stack_ndim], array.shape[stack_ndim:]
+    flat = array.reshape(*stack, math.prod(shape))
+    padding = padded_size(shape, multiple) - flat.shape[-1]
+    return FlatShard(jnp.pad(flat, [(0, 0)] * stack_ndim + [(0, padding)]), shape)
+
+
+def unflatten(flat: FlatShard) -> jax.Array:
+    """Undo `flatten`, for whole arrays."""
+    stack = flat.array.shape[:-1]
+    return flat.array[..., : math.prod(flat.shape)].reshape(*stack, *flat.shape)
+
+
+def gather(parameters: Any, axis: str) -> Any:
+    """Bring the FlatShards in a pytree of one layer's parameters together; other leaves stay as they are.
+
+    Under shard_map. Its transpose scatters the sum of the devices' gradients back to the shards.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, FlatShard):
+            return leaf
+        return unflatten(FlatShard(lax.all_gather(leaf.array, axis, tiled=True), leaf.shape))
+
+    return jax.tree.map(whole, parameters, is_leaf=lambda leaf: isinstance(leaf, FlatShard))

@@ -1,0 +1,49 @@
+"""Which mesh axis each logical axis of an array is laid over: one line an axis."""
+
+from collections.abc import Mapping
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MeshAxes = str | tuple[str, ...] | None
+
+RULES: dict[str, MeshAxes] = {
+    # Batches.
+    "accumulation": None,
+    "rows": ("data", "fsdp"),
+    "tokens": None,
+    # Everything of a layer that is spread over fsdp lies flat: see sharding.flat.
+    "layers": None,
+    "flat": "fsdp",
+    # Embedding and head.
+    "vocab": "fsdp",
+    "hidden": None,
+    # Error feedback of the gradient exchange: a residual a device.
+    "devices": ("data", "fsdp", "tensor"),
+}
+
+
+def partition_spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes] = RULES) -> PartitionSpec:
+    """Map an array's logical axes to a PartitionSpec; None is an axis that is never cut.
+
+    Raises:
+        ValueError: a logical axis without a rule, or two that would be cut over one mesh axis.
+    """
+    used: dict[str, str] = {}
+    spec = []
+    for axis in axes:
+        if axis is not None and axis not in rules:
+            raise ValueError(f"logical axis {axis!r} has no rule; known: {', '.join(rules)}")
+        mesh_axes = rules[axis] if axis is not None else None
+        for mesh_axis in (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ():
+            if mesh_axis in used:
+                raise ValueError(
+                    f"logical axes {used[mesh_axis]!r} and {axis!r} would both be laid over mesh axis {mesh_axis!r}"
+                )
+            used[mesh_axis] = str(axis)
+        spec.append(mesh_axes)
+    return PartitionSpec(*spec)
+
+
+def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
+    """Return the sharding of an array with these logical axes."""
+    return NamedSharding(mesh, partition_spec(axes))
