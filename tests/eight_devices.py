@@ -1,0 +1,30 @@
+"""Tests that need eight devices: run in a process of their own, which fakes them on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+DEVICES = 8
+_RUN = f"""
+import sys, jax, pytest
+jax.config.update("jax_num_cpu_devices", {DEVICES})
+sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+def available() -> bool:
+    """Whether this process has the devices."""
+    return jax.device_count() >= DEVICES
+
+
+def run(file: str) -> None:
+    """Run a file's tests in a process that has the devices, and fail as it fails."""
+    if available():
+        pytest.skip("this process has the devices")
+    done = subprocess.run([sys.executable, "-c", _RUN, file], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(f"{done.stdout}{done.stderr}", pytrace=False)
