@@ -1,13 +1,14 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), in the layout of PEFT."""
 
 import math
+import zlib
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.parameters import Adapter
+from models.parameters import Adapter, Path, by_path
 from models.placement import Fetch
 
 
@@ -60,13 +61,13 @@ def initial_adapter(adapters: nnx.State, seed: int) -> nnx.State:
     """
     root = jax.random.key(seed)
 
-    def draw(index: int, path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if "lora_A" not in path:
+    def draw(path: Path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if path[-1] != "lora_A":
             return jnp.zeros(leaf.shape, leaf.dtype)
         bound = 1 / math.sqrt(leaf.shape[-1])
-        return jax.random.uniform(jax.random.fold_in(root, index), leaf.shape, leaf.dtype, -bound, bound)
+        key = jax.random.fold_in(root, zlib.crc32(".".join(path).encode()))
+        return jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
 
-    flat = sorted(nnx.to_flat_state(adapters), key=lambda item: item[0])
     return nnx.from_flat_state(
-        [(path, variable.replace(draw(i, path, variable.get_value()))) for i, (path, variable) in enumerate(flat)]
+        [(path, variable.replace(draw(path, variable.get_value()))) for path, variable in by_path(adapters).items()]
     )

@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 
 from models.llama import Llama, linear_modules
-from models.parameters import Adapter
+from models.parameters import Adapter, by_path
 from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
 from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
@@ -18,7 +18,7 @@ PEFT_PREFIX = "base_model.model"
 def peft_names(model: Llama) -> dict[str, tuple[tuple[str, ...], int]]:
     """Map each PEFT tensor name to a parameter's path and the layer of its stack."""
     names = {}
-    for path, _ in nnx.to_flat_state(nnx.state(model, Adapter)):
+    for path in by_path(nnx.state(model, Adapter)):
         *module, _adapter, weight = path[2:]
         for layer in range(model.config.num_layers):
             name = ".".join((PEFT_PREFIX, "model", "layers", str(layer), *module, weight, "weight"))
@@ -34,7 +34,7 @@ def save_adapter(
     Raises:
         ValueError: `adapters` lacks a module of `model`, or has been `trained` and is zero still.
     """
-    stacks = {path: np.asarray(variable.get_value()) for path, variable in nnx.to_flat_state(adapters)}
+    stacks = {path: np.asarray(variable.get_value()) for path, variable in by_path(adapters).items()}
     tensors = {name: stacks[path][layer] for name, (path, layer) in peft_names(model).items() if path in stacks}
     config = peft_config(model, lora, base_name)
     write_adapter(directory, tensors, config, modules=adapted_modules(model), trained=trained)
@@ -54,7 +54,7 @@ def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig
     """Describe the adapter for PEFT; "all-linear" is spelled out as the names of the adapted modules."""
     targets = lora.targets
     if targets == "all-linear":
-        targets = sorted({path[-3] for path, _ in nnx.to_flat_state(nnx.state(model, Adapter))})
+        targets = sorted({path[-3] for path in by_path(nnx.state(model, Adapter))})
     return AdapterConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -73,7 +73,7 @@ def load_adapter(directory: Path, model: Llama) -> nnx.State:
     """
     tensors, _ = read_adapter(directory)
     names = peft_names(model)
-    declared = dict(nnx.to_flat_state(nnx.state(model, Adapter)))
+    declared = by_path(nnx.state(model, Adapter))
     missing, extra = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
     if missing or extra:
         raise UserError(

@@ -15,8 +15,8 @@ from flax import nnx
 
 from models.cache import KVCache
 from models.llama import Llama
+from models.parameters import split
 from zagora_jax.base import BaseModel, open_base
-from zagora_jax.checkpoints.load import split
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
 from zagora_jax.tuned import open_tuned

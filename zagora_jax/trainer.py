@@ -13,9 +13,9 @@ from flax import nnx
 
 import zagora_jax
 from models.lora import initial_adapter
+from models.parameters import split
 from zagora_jax.adapter import adapted_modules, save_adapter
 from zagora_jax.base import open_base
-from zagora_jax.checkpoints.load import split
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch

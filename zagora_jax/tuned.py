@@ -6,9 +6,9 @@ from pathlib import Path
 from flax import nnx
 
 from models.lora import initial_adapter
+from models.parameters import split
 from zagora_jax.adapter import load_adapter
 from zagora_jax.base import BaseModel, open_base
-from zagora_jax.checkpoints.load import split
 from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
