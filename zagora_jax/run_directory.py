@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from zagora_jax.checkpoints.atomic import write_bytes
 from zagora_jax.checkpoints.json_files import parse_json_object, read_json_object
+from zagora_jax.checkpoints.peft import CONFIG, WEIGHTS
 from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import load_config, save_config
 from zagora_jax.errors import UserError
@@ -55,8 +56,8 @@ class RunDirectory:
             raise UserError(f"{self.path}: not a run directory (no config.yaml); give the --output of a training run")
 
     def require_free(self) -> None:
-        """Refuse a directory in which a new run would mix with what is there."""
-        for taken in (self.config, self.metrics, self.report, self.checkpoints, self.adapter):
+        """Refuse a directory in which a new run would mix with another's steps."""
+        for taken in (self.metrics, self.checkpoints, self.adapter):
             if taken.exists():
                 raise UserError(
                     f"--output {self.path}: holds a run already ({taken.name} is there). "
@@ -64,13 +65,16 @@ class RunDirectory:
                 )
 
     def create(self) -> None:
-        """Make the directory, and see that it can be written to."""
+        """Make the directory, see that it can be written to, and remove files that a broken run left half written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output {self.path}: cannot be made: {error.strerror}") from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"--output {self.path}: may not be written to; give another --output")
+        for file in (self.config, self.metrics, self.report, *(self.adapter / name for name in (CONFIG, WEIGHTS))):
+            for remains in file.parent.glob(f".{file.name}.*.tmp"):
+                remains.unlink()
 
     def read_config(self) -> TrainConfig:
         """Read config.yaml."""
