@@ -26,7 +26,7 @@ _LEVELS = 4
 def rounded(product: jax.Array) -> jax.Array:
     """Return `product` unchanged, but rounded to float32 before whatever is added to it.
 
-    XLA lets LLVM contract `a * b + c` into one fused multiply-add, on CPU and GPU. A maximum with the lowest finite
+    XLA:CPU lets LLVM contract `a * b + c` into one fused multiply-add. A maximum with the lowest finite
     float between the two operations cannot be simplified away, as an optimisation barrier or a `reduce_precision` is.
     """
     return jnp.maximum(product, jnp.finfo(jnp.float32).min)
