@@ -83,7 +83,7 @@ def read_questions(file: Path) -> list[Question]:
 
 def ask(model: str, questions: list[Question]) -> list[str]:
     """What a base model or a run's tuned model answers."""
-    return open_generator(model).answer([question.text for question in questions], Sampling(max_new_tokens=24))
+    return open_generator(model).answer([question.text for question in questions], Sampling(max_new_tokens=20))
 
 
 def count_right(questions: list[Question], replies: list[str]) -> int:
@@ -92,14 +92,15 @@ def count_right(questions: list[Question], replies: list[str]) -> int:
 
 
 def side_by_side(questions: list[Question], before: list[str], after: list[str]) -> Table:
-    """A table of the answers before and after, right ones green."""
-    table = Table("question", "before", "after", "expected")
+    """A table of the answers before and after; a wrong last one shows the right one too."""
+    table = Table("question", "before", "after", show_lines=True)
     for question, *replies in zip(questions, before, after, strict=True):
-        cells = [
-            f"[{'green' if question.is_answered_by(reply) else 'red'}]{escape(' '.join(reply.split()))}"
+        before_cell, after_cell = (
+            f"[{'green' if question.is_answered_by(reply) else 'red'}]{escape(' '.join(reply.split()))}[/]"
             for reply in replies
-        ]
-        table.add_row(escape(question.text), *cells, escape(question.answer))
+        )
+        correction = "" if question.is_answered_by(replies[-1]) else f" (expected: {escape(question.answer)})"
+        table.add_row(escape(question.text), before_cell, after_cell + correction)
     return table
 
 
