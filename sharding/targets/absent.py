@@ -1,0 +1,137 @@
+"""Compilation for GPUs that this machine does not have.
+
+XLA's CUDA compiler needs a description of the GPU, not the GPU: with jax's CUDA plugin installed it compiles for any
+kind and number of them, and the compiled program tells its memory and its traffic exactly. Such a program cannot run.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from sharding.targets.gpus import Gpu, gpu
+
+INSTALL = "install it with `pip install 'zagora-jax[plan]'`"
+
+# What a multiprocessor of each compute capability holds: threads, bytes of shared memory, bytes that one block may ask
+# for, float32 units. From the CUDA C++ Programming Guide and the architecture whitepapers.
+_LIMITS = {
+    (8, 0): (2048, 167936, 166912, 64),
+    (8, 6): (1536, 102400, 101376, 128),
+    (8, 9): (1536, 102400, 101376, 128),
+    (9, 0): (2048, 233472, 232448, 128),
+    (12, 0): (1536, 102400, 101376, 128),
+}
+
+
+def target_description(target: Gpu) -> str:
+    """Describe a GPU to XLA's compiler: a GpuTargetConfigProto in protobuf's text format."""
+    threads, shared_memory, shared_memory_of_block, float32_units = _LIMITS[target.capability]
+    major, minor = target.capability
+    # Code for the wgmma instructions of Hopper is compiled for "sm_90a", as it is where such a GPU is present.
+    feature = "feature_extension: ACCELERATED_FEATURES" if target.capability == (9, 0) else ""
+    return f"""
+gpu_device_info {{
+  name: "{target.name}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
+  core_count: {target.cores}
+  clock_rate_ghz: {target.clock_ghz}
+  fpus_per_core: {float32_units}
+  device_memory_size: {target.memory_bytes}
+  memory_bandwidth: {round(target.bandwidth_gb_s * 1e9)}
+  l2_cache_size: {round(target.l2_mib * 2**20)}
+  shared_memory_per_core: {shared_memory}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared_memory_of_block}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_core_limit: {threads}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  driver_version: "13.0.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{target.name}"
+"""
+
+
+def absent_devices(kind: str, count: int) -> list[jax.Device]:
+    """Return devices to compile for: `count` GPUs of one kind in one host. They hold no arrays and run nothing.
+
+    Args:
+        kind: a name that `sharding.targets.gpu` knows.
+        count: how many.
+
+    Raises:
+        ValueError: an unknown kind, or a count below 1.
+        ModuleNotFoundError: the CUDA plugin or its assembler is missing; the message says what to install.
+    """
+    if count < 1:
+        raise ValueError(f"expected at least 1 GPU to compile for, found {count}")
+    description = target_description(gpu(kind))
+    _require_compiler()
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="absent", topology=f"1x1x{count}", target_config=description
+        )
+    except NotImplementedError as error:
+        # Without a driver the plugin only registers itself where CUDA is not among the platforms asked for.
+        raise ModuleNotFoundError(
+            "jax's CUDA plugin is installed but did not start: on a machine without a GPU, "
+            "set JAX_PLATFORMS=cpu before Python starts"
+        ) from error
+    return list(topology.devices)
+
+
+def _require_compiler() -> None:
+    """Refuse early what XLA would refuse late, and in words about something else."""
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if not any(importlib.util.find_spec(plugin) for plugin in plugins):
+        raise ModuleNotFoundError(f"compiling for absent GPUs needs jax's CUDA plugin: {INSTALL}")
+    wheels = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (wheels.submodule_search_locations or ())] if wheels else []
+    found = (
+        shutil.which("ptxas")
+        or Path("/usr/local/cuda/bin/ptxas").exists()
+        or any(list(folder.glob("*/bin/ptxas")) for folder in folders)
+        or "xla_gpu_cuda_data_dir" in os.environ.get("XLA_FLAGS", "")
+    )
+    if not found:
+        raise ModuleNotFoundError(f"compiling for absent GPUs needs CUDA's assembler, ptxas: {INSTALL}")
+
+
+def compile_for(devices: Sequence[jax.Device], function: Any, *arguments: Any) -> jax.stages.Compiled:
+    """Compile a jitted function for devices that may be absent, arguments in host memory included.
+
+    Absent devices have no memories, so that over a Mesh of them a sharding's memory kind is silently dropped: an
+    argument meant for pinned host memory would be planned on the device. An AbstractMesh keeps the memory kind, and
+    the devices are named only when the lowered program is compiled.
+
+    Args:
+        devices: in the order of the mesh; as many as it has places.
+        function: what jax.jit returned; all NamedShardings in it, and those of the arguments, are over an
+            AbstractMesh (`mesh.abstract_mesh`).
+        *arguments: arrays or jax.ShapeDtypeStructs.
+    """
+    traced = function.trace(*arguments)
+    # The default device names the compiler; the devices' own client is the one that compiles for them.
+    with jax.default_device(devices[0]):
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    return lowered.compile(device_assignment=tuple(devices))
