@@ -7,12 +7,12 @@ kind and number of them, and the compiled program tells its memory and its traff
 import importlib.util
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from sharding.targets.gpus import Gpu, gpu
 
@@ -117,21 +117,17 @@ def _require_compiler() -> None:
         raise ModuleNotFoundError(f"compiling for absent GPUs needs CUDA's assembler, ptxas: {INSTALL}")
 
 
-def compile_for(devices: Sequence[jax.Device], function: Any, *arguments: Any) -> jax.stages.Compiled:
-    """Compile a jitted function for devices that may be absent, arguments in host memory included.
+def compile_for(mesh: Mesh, function: Any, *arguments: Any) -> jax.stages.Compiled:
+    """Compile a jitted function for a mesh of devices that may be absent, arguments in host memory included.
 
-    Absent devices have no memories, so that over a Mesh of them a sharding's memory kind is silently dropped: an
-    argument meant for pinned host memory would be planned on the device. An AbstractMesh keeps the memory kind, and
-    the devices are named only when the lowered program is compiled.
+    Absent devices have no memories, so that a NamedSharding over a Mesh of them silently drops its memory kind: an
+    argument meant for pinned host memory would be planned on the device. Over `mesh.abstract_mesh` it keeps the kind,
+    and the mesh that is set here tells which devices are meant.
 
     Args:
-        devices: in the order of the mesh; as many as it has places.
-        function: what jax.jit returned; all NamedShardings in it, and those of the arguments, are over an
-            AbstractMesh (`mesh.abstract_mesh`).
+        mesh: the devices.
+        function: what jax.jit returned. Its shardings, and those of the arguments, are over `mesh.abstract_mesh`.
         *arguments: arrays or jax.ShapeDtypeStructs.
     """
-    traced = function.trace(*arguments)
-    # The default device names the compiler; the devices' own client is the one that compiles for them.
-    with jax.default_device(devices[0]):
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile(device_assignment=tuple(devices))
+    with jax.set_mesh(mesh):
+        return function.lower(*arguments).compile()

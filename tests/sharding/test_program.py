@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from absent_gpus import needs_plugin
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.hlo import Array, parse, replica_groups
 from sharding.program import buffers, collectives, memory, mesh_axes, traffic
@@ -36,13 +36,12 @@ def devices(request: pytest.FixtureRequest) -> list[jax.Device]:
 def compile_sharded(devices: list[jax.Device], function, specs, *arguments, **options) -> jax.stages.Compiled:
     """Compile a function that each device runs on its shard; the options are those of jax.jit."""
     mesh = Mesh(np.array(devices).reshape(tuple(MESH.values())), tuple(MESH), axis_types=(AxisType.Auto,) * 2)
-    absent = devices[0].platform != "cpu"
-    over: Mesh | AbstractMesh = mesh.abstract_mesh if absent else mesh
+    over = mesh.abstract_mesh
     in_specs, out_specs = specs
     mapped = jax.shard_map(function, mesh=over, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     shardings = jax.tree.map(partial(NamedSharding, over), in_specs, is_leaf=lambda spec: isinstance(spec, P))
     jitted = jax.jit(mapped, in_shardings=shardings, **options)
-    return compile_for(devices, jitted, *arguments) if absent else jitted.lower(*arguments).compile()
+    return compile_for(mesh, jitted, *arguments)
 
 
 def exchange_all(x, codes, gradients, quantised):

@@ -103,14 +103,13 @@ def absent_mesh(kind: str, count: int) -> Mesh:
 @pytest.mark.parametrize("kind", ["a100", "rtx3090", "rtx4090", "h100", "rtx5070ti"])
 def test_a_program_compiles_for_absent_gpus(kind: str) -> None:
     mesh = absent_mesh(kind, 3)
-    devices = mesh.devices.tolist()
-    assert [device.device_kind for device in devices] == [GPUS[kind].name] * 3
+    assert [device.device_kind for device in mesh.devices] == [GPUS[kind].name] * 3
     rows = NamedSharding(mesh.abstract_mesh, PartitionSpec("fsdp"))
     whole = NamedSharding(mesh.abstract_mesh, PartitionSpec())
     product = jax.jit(lambda x, w: jnp.tanh(x @ w), in_shardings=(rows, whole), out_shardings=rows)
     x = jax.ShapeDtypeStruct((96, 64), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
-    plan = memory(targets.compile_for(devices, product, x, w))
+    plan = memory(targets.compile_for(mesh, product, x, w))
     assert plan.arguments == 2 * (96 // 3 * 64 + 64 * 32)
     assert plan.outputs == 2 * (96 // 3 * 32)
 
@@ -121,7 +120,7 @@ def test_arguments_lie_in_the_memory_that_their_sharding_names(kind: str) -> Non
     mesh = absent_mesh("rtx4090", 2)
     stack = NamedSharding(mesh.abstract_mesh, PartitionSpec(None, "fsdp"), memory_kind=kind)
     whole = NamedSharding(mesh.abstract_mesh, PartitionSpec())
-    table = jnp.arange(256, dtype=jnp.float32)  # a constant that lies on this machine's device
+    table = jnp.arange(256, dtype=jnp.float32)  # an array that lies on this machine's own device
 
     def apply(codes: jax.Array, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, codes: jax.Array) -> tuple[jax.Array, None]:
@@ -134,7 +133,7 @@ def test_arguments_lie_in_the_memory_that_their_sharding_names(kind: str) -> Non
     function = jax.jit(apply, in_shardings=(stack, whole), out_shardings=whole)
     codes = jax.ShapeDtypeStruct((8, 512, 512), jnp.uint8)
     x = jax.ShapeDtypeStruct((16, 512), jnp.float32)
-    plan = memory(targets.compile_for(mesh.devices.tolist(), function, codes, x))
+    plan = memory(targets.compile_for(mesh, function, codes, x))
     of_codes, of_x = 8 * 512 * 512 // 2, 16 * 512 * 4
     on_host = kind == "pinned_host"
     assert (plan.host_arguments, plan.arguments) == ((of_codes, of_x) if on_host else (0, of_codes + of_x))
