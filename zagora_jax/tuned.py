@@ -10,6 +10,7 @@ from models.parameters import split
 from zagora_jax.adapter import load_adapter
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.run_state import SavedStates
+from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
@@ -33,10 +34,12 @@ def open_tuned(path: Path, step: int | None = None) -> TunedModel:
     """Open a run's base model and load its adapter: the newest one, or that of the checkpoint at `step`.
 
     Raises:
-        UserError: no run, no such checkpoint, or a base model that is gone or not what it was.
+        UserError: no run, no such checkpoint, or a base model that is gone, not what it was or random.
     """
     directory = RunDirectory(path)
     config = directory.read_config()
+    if config.model.startswith(PREFIX):
+        raise UserError(f"{path}: was trained on {config.model}, random weights: it has nothing to say")
     try:
         base = open_base(
             config.model,

@@ -1,0 +1,183 @@
+"""Small training runs for tests, in this process or in a child that is killed at a chosen moment."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from zagora_jax.checkpoints.source import open_checkpoint
+from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.reporting.progress import Reporter
+from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
+
+# The moments of a run are the calls of these, described as "5: rename OLD NEW", and the lines of metrics,
+# "7: metrics STEP".
+FILE_OPERATIONS = ("rename", "replace", "fsync", "mkdir", "rmdir")
+TIMEOUT = 600  # seconds
+INTERRUPTED = 3  # the exit status of a child that ends with KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that came to its end: its moments, and what it printed."""
+
+    moments: list[str]
+    printed: str
+
+
+def write_rows(path: Path, count: int, *, first: int = 0) -> Path:
+    """Conversations of different lengths, all of them short."""
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(first, first + count):
+            turns = [
+                {"role": "user", "content": f"What is {number}?"},
+                {"role": "assistant", "content": f"It is {number * 7}. " * (1 + number % 3)},
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def tiny_config(model: Path, output: Path, rows: Path, **options: Any) -> TrainConfig:
+    """Options that train a tiny model in float32 on rows of at most 96 tokens."""
+    small: dict[str, Any] = {
+        "lora": LoraConfig(rank=4, targets=["q_proj", "down_proj"]),
+        "sequence_length": 96,
+        "compute_dtype": "float32",
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "remat": "none",
+        "attention": "reference",
+        "learning_rate": 1e-2,
+    }
+    return TrainConfig(model=str(model), data=[rows], output=output, **(small | options))
+
+
+def finished_run(directory: Path, config: TrainConfig) -> RunDirectory:
+    """A run directory as training leaves it, without checkpoints and with an adapter that does something."""
+    from oracles import PROJECTIONS, random_adapter, write_adapter
+
+    run = RunDirectory(directory)
+    run.create()
+    run.write_config(config)
+    run.update_report({"synthetic": False, "model_fingerprint": open_checkpoint(config.model).fingerprint()})
+    targets = PROJECTIONS if config.lora.targets == "all-linear" else config.lora.targets
+    tensors = random_adapter(Path(config.model), rank=config.lora.rank, targets=targets)
+    write_adapter(run.adapter, tensors, alpha=config.lora.alpha, targets=targets)
+    return run
+
+
+def recorder() -> tuple[Reporter, Callable[[], str]]:
+    """A reporter that prints nothing, and what it would have printed."""
+    console = Console(file=io.StringIO(), width=500)
+    return Reporter(console), console.file.getvalue  # type: ignore[attr-defined]
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """A run's metrics, without those that are never the same twice."""
+    timed = {"seconds", "tokens_per_second", "peak_memory_gib"}
+    return [
+        {name: value for name, value in line.items() if name not in timed}
+        for line in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+class Child:
+    """Trains in processes of its own, which share a folder of compiled programs and their imports.
+
+    The processes are forked from one that has imported what training needs, but has not started JAX.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["zagora_jax.trainer", "zagora_jax.checkpoints.tokenizer"])
+
+    def train(self, config: TrainConfig) -> Finished:
+        """Train to the end."""
+        exitcode, finished = self._run(config, None, None)
+        assert exitcode == 0
+        assert finished is not None
+        return finished
+
+    def break_off(self, config: TrainConfig, moment: str, by: signal.Signals = signal.SIGKILL) -> None:
+        """Train until the process is killed just before the first moment that the regular expression matches."""
+        exitcode, finished = self._run(config, moment, by)
+        assert finished is None, f"no moment {moment!r} among {finished.moments}"
+        assert exitcode == (-signal.SIGKILL if by == signal.SIGKILL else INTERRUPTED)
+
+    def _run(
+        self, config: TrainConfig, moment: str | None, by: signal.Signals | None
+    ) -> tuple[int | None, Finished | None]:
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_train, args=(config, self._folder, moment, by, sender))
+        process.start()
+        sender.close()
+        if not receiver.poll(TIMEOUT):
+            process.kill()
+            raise TimeoutError(f"a run is not over after {TIMEOUT} s")
+        try:
+            finished = receiver.recv()
+        except EOFError:
+            finished = None
+        process.join()
+        return process.exitcode, finished
+
+
+def _train(config: TrainConfig, compiled: Path, moment: str | None, by: signal.Signals | None, sender: Any) -> None:
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(compiled))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+    from zagora_jax import trainer
+
+    moments = _record_moments(moment, by)
+    reporter, printed = recorder()
+    try:
+        trainer.train(config, reporter)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    sender.send(Finished(moments, printed()))
+
+
+def _record_moments(moment: str | None, by: signal.Signals | None) -> list[str]:
+    """Make the process send itself the signal `by` at the given moment; returns the list that moments are put in."""
+    moments: list[str] = []
+
+    def record(description: str) -> None:
+        moments.append(f"{len(moments)}: {description}")
+        if moment is not None and by is not None and re.search(moment, moments[-1]):
+            os.kill(os.getpid(), by)
+
+    def recorded(name: str, function: Callable) -> Callable:
+        @wraps(function)
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            record(f"{name} {' '.join(str(arg) for arg in (path, *args[:1]) if isinstance(arg, str | Path))}")
+            return function(path, *args, **kwargs)
+
+        return call
+
+    for name in FILE_OPERATIONS:
+        setattr(os, name, recorded(name, getattr(os, name)))
+    write = MetricsFile.write
+
+    def write_metrics(self: MetricsFile, entry: Mapping[str, Any]) -> None:
+        record(f"metrics {entry['step']}")
+        write(self, entry)
+
+    MetricsFile.write = write_metrics  # type: ignore[method-assign]
+    return moments

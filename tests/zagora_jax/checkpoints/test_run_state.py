@@ -1,0 +1,141 @@
+"""States through Orbax and back, bit for bit, and what broken saves leave."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracles import tiny_llama
+
+from models.lora import initial_adapter
+from models.parameters import split
+from zagora_jax.base import open_base
+from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
+from zagora_jax.config import LoraConfig
+from zagora_jax.errors import UserError
+from zagora_jax.optimizer import make_optimizer
+from zagora_jax.step import LossScale, TrainState, initial_state
+
+PROGRESS = {"model": "abc", "data": {"next_index": 3}}
+
+
+@pytest.fixture(scope="module")
+def blank(tmp_path_factory):
+    """The state before the first step, with 8-bit moments and a loss scale."""
+    directory = tiny_llama(tmp_path_factory.mktemp("model"), tokenizer=False)
+    lora = LoraConfig(rank=32, targets=["down_proj"])
+    base = open_base(str(directory), quantization="nf4", dtype="float16", lora=lora)
+    _, _, declared = split(base.model)
+    state = initial_state(initial_adapter(declared, seed=0), make_optimizer("adamw_8bit", 1e-3, 0.0), "float16")
+    assert {"uint8", "float32", "int32"} == {leaf.dtype.name for leaf in jax.tree.leaves(state)}
+    return state
+
+
+def filled(blank: TrainState, step: int) -> TrainState:
+    """A state whose every bit could tell."""
+    rng = np.random.default_rng(step)
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        if leaf.dtype == np.uint8:
+            return jnp.asarray(rng.integers(0, 256, leaf.shape, np.uint8))
+        return jnp.asarray(rng.standard_normal(leaf.shape, np.float32) if leaf.dtype == np.float32 else leaf)
+
+    filled = jax.tree.map(fill, blank)
+    return filled._replace(
+        step=jnp.int32(step), updates=jnp.int32(step - 1), loss_scale=LossScale(jnp.float32(2.0**9), jnp.int32(17))
+    )
+
+
+def write(folder, blank, *steps, keep=10, after_step=0):
+    with StateWriter(folder, keep=keep, after_step=after_step) as states:
+        for step in steps:
+            states.save(filled(blank, step), PROGRESS)
+
+
+def steps_in(folder):
+    with SavedStates(folder) as states:
+        return states.steps()
+
+
+def files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_state_comes_back_bit_for_bit(blank, tmp_path):
+    write(tmp_path / "checkpoints", blank, 4)
+    with SavedStates(tmp_path / "checkpoints") as states:
+        assert (states.steps(), states.latest()) == ([4], 4)
+        restored, progress = states.restore(4, blank), states.progress(4)
+        adapters = states.adapters(4, blank.adapters)
+    expected = filled(blank, 4)
+    assert jax.tree.structure(restored) == jax.tree.structure(expected)
+    for found, leaf in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        assert (found.dtype, found.shape) == (leaf.dtype, leaf.shape)
+        assert np.asarray(found).tobytes() == np.asarray(leaf).tobytes()
+    assert progress == PROGRESS
+    for found, leaf in zip(jax.tree.leaves(adapters), jax.tree.leaves(expected.adapters), strict=True):
+        assert np.asarray(found).tobytes() == np.asarray(leaf).tobytes()
+
+
+def test_a_state_without_loss_scale(blank, tmp_path):
+    state = filled(blank, 1)._replace(loss_scale=None, optimizer=optax.EmptyState())
+    with StateWriter(tmp_path / "checkpoints", keep=1, after_step=0) as states:
+        states.save(state, PROGRESS)
+    with SavedStates(tmp_path / "checkpoints") as states:
+        assert states.restore(1, state).loss_scale is None
+
+
+def test_the_newest_states_are_kept_and_nothing_else(blank, tmp_path):
+    folder = tmp_path / "checkpoints"
+    write(folder, blank, 1, 2, 3, 5, keep=2)
+    assert steps_in(folder) == [3, 5]
+    assert {path.name for path in folder.iterdir()} == {"3", "5"}
+
+
+def test_states_beyond_the_step_that_a_run_goes_on_from_are_forgotten(blank, tmp_path):
+    folder = tmp_path / "checkpoints"
+    write(folder, blank, 2, 4, 6)
+    write(folder, blank, 4, after_step=2)
+    assert steps_in(folder) == [2, 4]
+
+
+def test_remains_of_broken_saves_are_removed_by_the_writer_alone(blank, tmp_path):
+    folder = tmp_path / "checkpoints"
+    write(folder, blank, 2)
+    shutil.copytree(folder / "2", folder / "4.orbax-checkpoint-tmp")
+    shutil.copytree(folder / "2", folder / ".deleted" / "1")
+    before = files(folder)
+    assert steps_in(folder) == [2]  # a reader may look while a run is saving
+    assert files(folder) == before
+    write(folder, blank, 4, after_step=2)
+    assert {path.name for path in folder.iterdir()} == {"2", "4"}
+
+
+def test_a_step_is_never_saved_over(blank, tmp_path):
+    write(tmp_path / "checkpoints", blank, 2)
+    with pytest.raises(RuntimeError, match="the state of step 2 was not saved"):
+        write(tmp_path / "checkpoints", blank, 2, after_step=2)
+
+
+def test_a_folder_that_does_not_exist_holds_no_state(tmp_path):
+    with SavedStates(tmp_path / "checkpoints") as states:
+        assert (states.steps(), states.latest()) == ([], None)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("file", ["progress/metadata", "training/_METADATA", "adapters/manifest.ocdbt", "training/d/*"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_damaged_state_is_named(blank, tmp_path, file, damage):
+    folder = tmp_path / "checkpoints"
+    write(folder, blank, 2, 3)
+    (path,) = (folder / "3").glob(file)
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    with SavedStates(folder) as states:
+        read = (lambda: states.progress(3)) if file.startswith("progress") else (lambda: states.restore(3, blank))
+        with pytest.raises(UserError, match=rf"{folder}/3: the checkpoint is damaged .* are 2, 3: use another one"):
+            read()

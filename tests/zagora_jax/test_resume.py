@@ -1,0 +1,237 @@
+"""Runs that are killed and go on, against unbroken ones: bit for bit the same."""
+
+import shutil
+import signal
+
+import pytest
+from oracles import tiny_llama
+from runs import Child, numbers, recorder, tiny_config, write_rows
+
+from zagora_jax.checkpoints.peft import read_adapter
+from zagora_jax.checkpoints.run_state import SavedStates
+from zagora_jax.config import LoraConfig
+from zagora_jax.errors import UserError
+from zagora_jax.run_directory import RunDirectory
+from zagora_jax.trainer import train
+
+# Everything that has a state of its own: 8-bit moments (down_proj's A is large enough for them), dropout, an order of
+# rows for each epoch, rows packed anew in each, a learning rate that falls, short last windows.
+EVERYTHING = {
+    "optimizer": "adamw_8bit",
+    "lora": LoraConfig(rank=32, targets=["q_proj", "down_proj"], dropout=0.1),
+    "packing": True,
+    "micro_batch_size": 1,
+    "epochs": 3,
+    "warmup_steps": 2,
+    "save_every": 3,
+    "keep_checkpoints": 1,
+}
+PLAIN = {"schedule": "constant", "max_steps": 8, "save_every": 3, "keep_checkpoints": 5}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A model, rows, and children that compile each program once."""
+    folder = tmp_path_factory.mktemp("resume")
+    tiny_llama(folder / "model")
+    write_rows(folder / "rows.jsonl", 11)
+    write_rows(folder / "held_out.jsonl", 3, first=20)
+    return folder, Child(folder / "compiled")
+
+
+def configure(folder, run, **options):
+    return tiny_config(folder / "model", run, options.pop("rows", folder / "rows.jsonl"), **options)
+
+
+@pytest.fixture(scope="module")
+def everything(world):
+    folder, child = world
+    options = EVERYTHING | {"eval_data": [folder / "held_out.jsonl"], "eval_every": 2}
+    return options, child.train(configure(folder, folder / "everything", **options))
+
+
+@pytest.fixture(scope="module")
+def plain(world):
+    folder, child = world
+    child.train(configure(folder, folder / "plain", **PLAIN))
+    return folder / "plain"
+
+
+@pytest.fixture
+def copy(plain, tmp_path):
+    return shutil.copytree(plain, tmp_path / "run")
+
+
+def assert_same_run(found, expected):
+    assert numbers(found) == numbers(expected)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (found / "adapter" / name).read_bytes() == (expected / "adapter" / name).read_bytes(), name
+    for name in ("loss_before", "loss_after"):
+        assert RunDirectory(found).read_report().get(name) == RunDirectory(expected).read_report().get(name)
+
+
+def assert_sound(run):
+    """Whatever moment a run was killed at, what stands under a final name is whole."""
+    directory = RunDirectory(run)
+    directory.read_report()
+    numbers(run)
+    with SavedStates(directory.checkpoints) as states:
+        for step in states.steps():
+            states.progress(step)
+    if directory.adapter.is_dir() and any(directory.adapter.glob("adapter_config.json")):
+        read_adapter(directory.adapter)
+
+
+def remains(run):
+    return [path for path in run.rglob("*") if path.name.endswith(".tmp") or "orbax-checkpoint-tmp" in path.name]
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(world, everything, tmp_path):
+    folder, child = world
+    options, _ = everything
+    run = tmp_path / "run"
+    left = []
+    child.break_off(configure(folder, run, **options), "metrics 2")
+    for moment in (
+        r"rename .*/checkpoints/6$",  # after beginning anew, since nothing was saved
+        r"replace .*/adapter_config.json",  # while the adapter of step 3 is written again
+        r"replace .*/checkpoints/6 ",  # 9 is saved, and 6 is not forgotten yet
+    ):
+        assert_sound(run)
+        child.break_off(configure(folder, run, resume=True, **options), moment)
+        left += remains(run)
+    assert left
+    child.train(configure(folder, run, resume=True, **options))
+    assert_same_run(run, folder / "everything")
+    assert remains(run) == []
+    assert [line["step"] for line in numbers(run)] == list(range(1, len(numbers(run)) + 1))
+
+
+def test_a_run_killed_before_its_last_evaluation_is_evaluated(world, everything, tmp_path):
+    folder, child = world
+    options, _ = everything
+    run = shutil.copytree(folder / "everything", tmp_path / "run")
+    loss = RunDirectory(run).read_report()["loss_after"]
+    assert loss is not None
+    RunDirectory(run).update_report({"loss_after": None})
+    finished = child.train(configure(folder, run, resume=True, **options))
+    assert "finished already" not in finished.printed
+    assert not any("metrics" in moment for moment in finished.moments)
+    assert RunDirectory(run).read_report()["loss_after"] == loss
+    assert_same_run(run, folder / "everything")
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_can_be_resumed(world, everything, tmp_path):
+    folder, child = world
+    options, unbroken = everything
+    for number in range(0, len(unbroken.moments), 5):
+        run = tmp_path / str(number)
+        child.break_off(configure(folder, run, **options), f"^{number}: ")
+        assert_sound(run)
+        child.train(configure(folder, run, resume=True, **options))
+        assert_same_run(run, folder / "everything")
+        assert remains(run) == []
+
+
+def test_an_interrupted_run_goes_on_with_its_files_moved_and_for_longer(world, plain, tmp_path):
+    folder, child = world
+    run = tmp_path / "run"
+    child.break_off(configure(folder, run, **PLAIN | {"max_steps": 6}), "metrics 5", by=signal.SIGINT)
+    assert_sound(run)
+    rows = shutil.copy(folder / "rows.jsonl", tmp_path / "moved.jsonl")
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    run = run.rename(tmp_path / "elsewhere")
+    (run / "report.json").unlink()
+    finished = child.train(tiny_config(model, run, rows, resume=True, **PLAIN | {"save_every": 4, "log_every": 1}))
+    assert "step 3/8" not in finished.printed
+    assert "step 4/8" in finished.printed
+    assert numbers(run) == numbers(plain)
+    weights = "adapter/adapter_model.safetensors"
+    assert (run / weights).read_bytes() == (plain / weights).read_bytes()
+    with SavedStates(run / "checkpoints") as states:
+        assert states.steps() == [3, 4, 8]
+
+
+def test_going_back_to_an_older_checkpoint_forgets_the_later_ones(world, plain, copy):
+    folder, child = world
+    config = configure(folder, copy, resume=copy / "checkpoints" / "3", **PLAIN)
+    child.break_off(config, "metrics 4")
+    with SavedStates(copy / "checkpoints") as states:
+        assert states.steps() == [3]
+    assert numbers(copy) == numbers(plain)[:3]
+    weights = "adapter/adapter_model.safetensors"
+    assert (copy / weights).read_bytes() != (plain / weights).read_bytes()
+
+
+def test_a_run_with_a_falling_rate_cannot_be_made_longer(world, everything):
+    folder, _ = world
+    options, _ = everything
+    config = configure(folder, folder / "everything", resume=True, **options | {"epochs": 4})
+    with pytest.raises(UserError, match="a run of 12 steps, this one would have 16, and the cosine schedule's"):
+        train(config, recorder()[0])
+
+
+def test_a_finished_run_says_so(world, plain):
+    folder, _ = world
+    before = {path: path.stat().st_mtime_ns for path in plain.rglob("*")}
+    reporter, printed = recorder()
+    result = train(configure(folder, plain, resume=True, **PLAIN), reporter)
+    assert f"{plain}: finished already, at step 8 of 8" in printed()
+    assert result.steps == 8
+    assert {path: path.stat().st_mtime_ns for path in plain.rglob("*")} == before
+
+
+def test_a_new_run_never_mixes_with_another(world, plain):
+    folder, _ = world
+    with pytest.raises(UserError, match=r"holds a run already \(metrics.jsonl is there\). Give --resume"):
+        train(configure(folder, plain, **PLAIN), recorder()[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 2e-2}, "other options: learning_rate 0.01 -> 0.02. Set them back"),
+        ({"seed": 1, "packing": True}, "packing False -> True; seed 0 -> 1"),
+        ({"lora": LoraConfig(rank=8, targets=["q_proj"])}, "lora {'rank': 4, .*} -> {'rank': 8"),
+        ({"schedule": "cosine"}, "schedule 'constant' -> 'cosine'"),
+    ],
+)
+def test_changed_options_are_named(world, plain, changes, message):
+    folder, _ = world
+    with pytest.raises(UserError, match=message):
+        train(configure(folder, plain, resume=True, **PLAIN | changes), recorder()[0])
+
+
+def test_changed_rows_are_refused(world, plain, tmp_path):
+    folder, _ = world
+    config = configure(folder, plain, resume=True, rows=write_rows(tmp_path / "rows.jsonl", 12), **PLAIN)
+    with pytest.raises(UserError, match=r"checkpoints/8: the saved place in the data .* have changed: rows"):
+        train(config, recorder()[0])
+
+
+def test_another_model_is_refused(world, plain, tmp_path):
+    folder, _ = world
+    other = tiny_llama(tmp_path / "model", seed=1)
+    with pytest.raises(
+        UserError, match=rf"checkpoints/8: was saved with other weights than those that --model {other}"
+    ):
+        train(tiny_config(other, plain, folder / "rows.jsonl", resume=True, **PLAIN), recorder()[0])
+
+
+def test_only_checkpoints_of_the_run_are_resumed(world, plain, copy, tmp_path):
+    folder, _ = world
+    for path in (copy / "checkpoints" / "5", copy / "adapter", plain / "checkpoints" / "3"):
+        with pytest.raises(UserError, match=rf"--resume {path}: not a checkpoint of this run; .* are 3, 6, 8"):
+            train(configure(folder, copy, resume=path, **PLAIN), recorder()[0])
+    config = configure(folder, tmp_path / "new", resume=tmp_path / "new" / "checkpoints" / "3", **PLAIN)
+    with pytest.raises(UserError, match="are none"):
+        train(config, recorder()[0])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_checkpoint_is_named(world, copy):
+    folder, _ = world
+    (copy / "checkpoints" / "8" / "progress" / "metadata").unlink()
+    with pytest.raises(UserError, match=r"checkpoints/8: the checkpoint is damaged .* are 3, 6, 8: use another one"):
+        train(configure(folder, copy, resume=True, **PLAIN), recorder()[0])

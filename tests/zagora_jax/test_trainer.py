@@ -1,0 +1,332 @@
+"""Training runs, seen from the outside: what they leave, what they say, what they never do."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from oracles import load_peft, tiny_llama
+from runs import recorder, tiny_config, write_rows
+
+from models.lora import initial_adapter
+from models.parameters import split
+from zagora_jax import train as command
+from zagora_jax import trainer
+from zagora_jax.adapter import peft_names
+from zagora_jax.base import BaseModel, open_base
+from zagora_jax.checkpoints.peft import read_adapter
+from zagora_jax.checkpoints.run_state import SavedStates
+from zagora_jax.checkpoints.source import open_checkpoint
+from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.config_file import load_config
+from zagora_jax.errors import UserError
+from zagora_jax.run_directory import RunDirectory, read_metrics
+from zagora_jax.trainer import TrainResult, train
+
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclass
+class Run:
+    """A finished run and what was seen of it on the way."""
+
+    config: TrainConfig
+    result: TrainResult
+    printed: str
+    events: list[str]
+    frozen: nnx.State
+    frozen_before: list[bytes]
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.config.output)
+
+
+def as_bytes(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainer")
+    tiny_llama(folder / "model")
+    write_rows(folder / "rows.jsonl", 11)
+    write_rows(folder / "held_out.jsonl", 3, first=20)
+    return folder
+
+
+def configure(folder, output, **options):
+    return tiny_config(folder / "model", output, folder / "rows.jsonl", **options)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """Two epochs of 3 steps each, the third with 3 rows in place of 4; every step saved, every second evaluated."""
+    config = configure(
+        folder,
+        folder / "run",
+        lora=LoraConfig(rank=4, dropout=0.1),
+        epochs=2,
+        eval_data=[folder / "held_out.jsonl"],
+        eval_every=2,
+        save_every=1,
+        keep_checkpoints=6,
+        log_every=4,
+    )
+    events, frozen, before = [], [], []
+    take_step, load = trainer._Run._step, BaseModel.load
+
+    def observed_step(self, step, state, number):
+        events.append("step")
+        return take_step(self, step, state, number)
+
+    def observed_load(self, on_tensor):
+        frozen.append(load(self, on_tensor))
+        before.extend(as_bytes(frozen[0]))
+        return frozen[0]
+
+    listening = [True]
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **__: events.append("compilation") if name == COMPILATION and listening else None
+    )
+    reporter, printed = recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer._Run, "_step", observed_step)
+        patch.setattr(BaseModel, "load", observed_load)
+        result = train(config, reporter)
+    listening.clear()
+    return Run(config, result, printed(), events, frozen[0], before)
+
+
+def test_the_step_is_compiled_once(run):
+    """Over epochs, short windows, evaluations and saves."""
+    first_step = run.events.index("step")
+    assert "compilation" in run.events[:first_step]
+    assert run.events[first_step:] == ["step"] * 6
+
+
+def test_metrics_have_every_step_whatever_the_console_shows(run):
+    lines = read_metrics(run.directory.metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    expected = {"step", "loss", "grad_norm", "learning_rate", "supervised_tokens", "tokens_per_second", "seconds"}
+    expected |= {"peak_memory_gib", "finite"}
+    for line in lines:
+        assert line.keys() - {"eval_loss"} == expected
+        assert all(line[name] > 0 for name in expected)
+    # cosine without warm-up
+    rates = [run.config.learning_rate * (1 + np.cos(np.pi * step / 6)) / 2 for step in range(6)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rates, rel=1e-5)
+    # every epoch supervises the same tokens
+    tokens = [line["supervised_tokens"] for line in lines]
+    assert sum(tokens[:3]) == sum(tokens[3:])
+    shown = [line.split("  ")[0] for line in run.printed.splitlines() if line.startswith("step ")]
+    assert shown == ["step 4/6", "step 6/6"]
+
+
+def test_evaluations_are_reported(run):
+    report = run.directory.read_report()
+    assert run.result == TrainResult(run.directory.path, 6, report["loss_before"], report["loss_after"])
+    assert report["loss_after"] < report["loss_before"]
+    assert report["eval_supervised_tokens"] > 0
+    evaluated = {line["step"]: line["eval_loss"] for line in read_metrics(run.directory.metrics) if "eval_loss" in line}
+    assert evaluated.keys() == {2, 4}
+    assert report["loss_after"] < evaluated[4] < evaluated[2] < report["loss_before"]
+
+
+def test_the_base_never_changes(run):
+    assert len(run.frozen_before) > 10
+    assert as_bytes(run.frozen) == run.frozen_before
+
+
+def test_the_config_is_written_in_full(run):
+    assert load_config(TrainConfig, run.directory.config) == run.config
+
+
+def test_the_report_names_model_and_versions(run, folder):
+    report = json.loads(run.directory.report.read_text())
+    assert report["model_fingerprint"] == open_checkpoint(str(folder / "model")).fingerprint()
+    assert report["synthetic"] is False
+    assert report["versions"]["jax"] == jax.__version__
+    assert "14 modules: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in report["facts"]["adapted"]
+    assert report["planned_memory_gib"] > 0
+
+
+def test_nothing_else_is_left(run):
+    assert {path.name for path in run.directory.path.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "report.json",
+        "checkpoints",
+        "adapter",
+    }
+    assert {path.name for path in run.directory.checkpoints.iterdir()} == set("123456")
+    assert {path.name for path in run.directory.adapter.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def adapter_of_step(run, step):
+    base = open_base(run.config.model, quantization="nf4", dtype="float32", lora=run.config.lora)
+    _, _, declared = split(base.model)
+    with SavedStates(run.directory.checkpoints) as states:
+        adapters = states.adapters(step, initial_adapter(declared, seed=0))
+    stacks = dict(nnx.to_flat_state(adapters))
+    return {name: np.asarray(stacks[path].get_value()[layer]) for name, (path, layer) in peft_names(base.model).items()}
+
+
+def test_every_adapted_module_learns_in_the_first_step(run):
+    """AdamW moves a weight if and only if its gradient is not zero."""
+    tensors = adapter_of_step(run, 1)
+    moved = [name for name, tensor in tensors.items() if ".lora_B." in name and tensor.any()]
+    assert len(moved) == 14
+    assert len(tensors) == 28
+
+
+def test_the_adapter_is_that_of_the_last_step_and_loads_in_peft(run):
+    tensors, config = read_adapter(run.directory.adapter)
+    last = adapter_of_step(run, 6)
+    assert {name: tensor.tobytes() for name, tensor in tensors.items()} == {
+        name: tensor.tobytes() for name, tensor in last.items()
+    }
+    assert config.base_model_name_or_path == run.config.model
+
+    pytest.importorskip("torch")
+    network = load_peft(Path(run.config.model), run.directory.adapter)
+    loaded = {name: parameter for name, parameter in network.named_parameters() if ".lora_" in name}
+    assert len(loaded) == 28
+    for name, parameter in loaded.items():
+        assert np.array_equal(parameter.detach().numpy(), tensors[name.replace(".default", "")])
+
+
+def test_the_command_ends_with_losses_and_the_adapter(run, capsys):
+    command.main(run.config.model_copy(update={"resume": True}))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"eval loss {run.result.loss_before:.4f} before, {run.result.loss_after:.4f} after" in printed
+    assert "finished already" in printed
+
+
+def test_float16_with_8_bit_moments_and_packing_trains(folder, tmp_path):
+    """Max-steps goes before epochs; after the first step of the warm-up, whose rate is 0, B is zero and saved."""
+    config = configure(
+        folder,
+        tmp_path / "run",
+        lora=LoraConfig(rank=32, targets=["down_proj"]),
+        optimizer="adamw_8bit",
+        packing=True,
+        compute_dtype="float16",
+        max_steps=8,
+        epochs=1,
+        warmup_steps=1,
+        save_every=1,
+    )
+    train(config, recorder()[0])
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[0]["learning_rate"] == 0
+    assert all(line["finite"] and line["loss_scale"] >= 1 for line in lines)
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+
+
+# --- The loop around a step that is made up ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Sets what each step returns in place of computing anything."""
+
+    def make_up(results):
+        results = iter(results)
+
+        def step(state, batch):
+            finite, scale = next(results)
+            numbers = {
+                "loss": np.float32(1.0 if finite else np.nan),
+                "grad_norm": np.float32(1.0 if finite else np.inf),
+                "learning_rate": np.float32(0.1),
+                "supervised_tokens": batch.weights.sum(),
+                "finite": np.bool_(finite),
+            }
+            numbers |= {} if scale is None else {"loss_scale": np.float32(scale)}
+            return state._replace(step=state.step + 1), numbers
+
+        monkeypatch.setattr(trainer._Run, "_compile_step", lambda *_: step)
+
+    return make_up
+
+
+def test_a_run_that_diverges_is_stopped(folder, tmp_path, made_up):
+    made_up([(True, None)] + [(False, None)] * 5)
+    config = configure(folder, tmp_path / "run", max_steps=20, save_every=2)
+    with pytest.raises(UserError, match=r"step 6: loss or gradients were not finite in 5 steps in a row"):
+        train(config, recorder()[0])
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["loss"] for line in lines] == [1.0, *[None] * 5]
+    with SavedStates(tmp_path / "run" / "checkpoints") as states:
+        assert states.steps() == [2, 4]
+
+
+def test_single_skipped_steps_are_no_divergence(folder, tmp_path, made_up):
+    made_up(([(False, None)] * 4 + [(True, None)]) * 2)
+    train(configure(folder, tmp_path / "run", max_steps=10), recorder()[0])
+
+
+def test_a_loss_scale_may_be_searched_for_until_it_is_one(folder, tmp_path, made_up):
+    made_up([(False, 2.0**scale) for scale in range(15, -1, -1)])
+    config = configure(folder, tmp_path / "run", max_steps=20, compute_dtype="float16")
+    with pytest.raises(UserError, match=r"step 16: .* in 16 steps in a row"):
+        train(config, recorder()[0])
+
+
+def test_max_steps_goes_before_epochs(folder, tmp_path, made_up):
+    made_up([(True, None)] * 10)
+    assert train(configure(folder, tmp_path / "short", max_steps=1, epochs=3), recorder()[0]).steps == 1
+    assert train(configure(folder, tmp_path / "long", max_steps=5, epochs=1), recorder()[0]).steps == 5
+
+
+def test_a_window_larger_than_the_epoch_is_a_step(folder, tmp_path, made_up):
+    """11 rows, 32 a step: a step an epoch."""
+    made_up([(True, None)] * 2)
+    config = configure(folder, tmp_path / "run", gradient_accumulation_steps=16, epochs=2)
+    assert train(config, recorder()[0]).steps == 2
+
+
+def test_warm_up_must_fit_in_the_run(folder, tmp_path):
+    with pytest.raises(UserError, match="warmup-steps: expected 0 to the run's 3 optimizer steps, found 7"):
+        train(configure(folder, tmp_path / "run", warmup_steps=7), recorder()[0])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_cannot_be_made_is_named(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"--output {tmp_path}/file/run: cannot be made"):
+        train(configure(folder, tmp_path / "file" / "run"), recorder()[0])
+
+
+def test_resuming_without_a_saved_step_says_so_and_begins(folder, tmp_path, made_up):
+    made_up([(True, None)] * 3)
+    reporter, printed = recorder()
+    train(configure(folder, tmp_path / "run", resume=True), reporter)
+    assert f"{tmp_path}/run: no step was saved here yet, so this run begins at the first one" in printed()
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_a_synthetic_run_says_so(tmp_path, made_up):
+    made_up([(True, None)])
+    config = TrainConfig(
+        model="synthetic:smollm2-135m?layers=1",
+        output=tmp_path / "run",
+        max_steps=1,
+        sequence_length=16,
+        gradient_accumulation_steps=1,
+        compute_dtype="float32",
+    )
+    reporter, printed = recorder()
+    train(config, reporter)
+    assert "SYNTHETIC" in printed()
+    assert RunDirectory(config.output).read_report()["synthetic"] is True
+    with pytest.raises(UserError, match="random tokens have no epochs"):
+        train(config.model_copy(update={"max_steps": None, "output": tmp_path / "other"}), reporter)
