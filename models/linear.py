@@ -71,11 +71,11 @@ class Linear(nnx.Module):
         """Declare an adapter beside the frozen weight."""
         self.adapter = nnx.data(LoRA(self.in_features, self.out_features, config, self.stack, stream))
 
-    def __call__(self, x: jax.Array, fetch: Fetch, dropout_key: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, fetch: Fetch, dropout_keys: jax.Array | None) -> jax.Array:
         """Apply to x [..., in]; the result [..., out] has x's dtype."""
         y = frozen_matmul(x, self.weight.get_value(), fetch)
         if self.bias is not None:
             y = y + self.bias[...].astype(y.dtype)
         if self.adapter is not None:
-            y = y + self.adapter(x, fetch, dropout_key)
+            y = y + self.adapter(x, fetch, dropout_keys)
         return y

@@ -47,13 +47,13 @@ REMAT_POLICIES = {"full": jax.checkpoint_policies.nothing_saveable, "attention":
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer is called with beside its input: the same for all layers but for the dropout key."""
+    """What a layer is called with beside its input: the same for all layers but for the dropout keys."""
 
     cos: jax.Array  # [B, S, D/2]
     sin: jax.Array  # [B, S, D/2]
     attend: Attend
     fetch: Fetch
-    dropout_key: jax.Array | None
+    dropout_keys: jax.Array | None
 
 
 class RMSNorm(nnx.Module):
@@ -94,14 +94,14 @@ class SelfAttention(nnx.Module):
         """Attend from x [B, S, hidden]; returns the same shape and what `attend` keeps."""
 
         def heads(projection: Linear) -> jax.Array:
-            y = projection(x, context.fetch, context.dropout_key)
+            y = projection(x, context.fetch, context.dropout_keys)
             return y.reshape(*x.shape[:-1], -1, self.head_dim)
 
         q = checkpoint_name(apply_rope(heads(self.q_proj), context.cos, context.sin), "query")  # [B, S, H, D]
         k = checkpoint_name(apply_rope(heads(self.k_proj), context.cos, context.sin), "key")  # [B, S, KV, D]
         v = checkpoint_name(heads(self.v_proj), "value")  # [B, S, KV, D]
         out, kept = context.attend(q, k, v)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1), context.fetch, context.dropout_key), kept
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), context.fetch, context.dropout_keys), kept
 
 
 class MLP(nnx.Module):
@@ -114,9 +114,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         """Apply to x [B, S, hidden]."""
-        gate = checkpoint_name(self.gate_proj(x, context.fetch, context.dropout_key), "gate")
-        up = checkpoint_name(self.up_proj(x, context.fetch, context.dropout_key), "up")
-        return self.down_proj(jax.nn.silu(gate) * up, context.fetch, context.dropout_key)
+        gate = checkpoint_name(self.gate_proj(x, context.fetch, context.dropout_keys), "gate")
+        up = checkpoint_name(self.up_proj(x, context.fetch, context.dropout_keys), "up")
+        return self.down_proj(jax.nn.silu(gate) * up, context.fetch, context.dropout_keys)
 
 
 class DecoderLayer(nnx.Module):
@@ -175,7 +175,7 @@ class Llama(nnx.Module):
         *,
         kernel: str,
         remat: str = "none",
-        dropout_key: jax.Array | None = None,
+        dropout_keys: jax.Array | None = None,
         placement: Placement = LOCAL,
     ) -> jax.Array:
         """Run the decoder over whole sequences.
@@ -187,7 +187,7 @@ class Llama(nnx.Module):
                 each sequence is one row, padded at its end.
             kernel: the attention kernel, see `models.attention.choose_kernel`.
             remat: "none", or a key of REMAT_POLICIES: what a layer's backward pass computes again.
-            dropout_key: switches the adapters' dropout on.
+            dropout_keys: keys [B], one a row, that switch the adapters' dropout on.
             placement: reaches parameters that are spread over devices.
 
         Returns:
@@ -198,7 +198,7 @@ class Llama(nnx.Module):
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
             return attention(q, k, v, segment_ids=segment_ids, kernel=kernel), None
 
-        context = LayerContext(cos, sin, attend, placement.fetch, dropout_key)
+        context = LayerContext(cos, sin, attend, placement.fetch, dropout_keys)
         x, _ = self._run(tokens, lambda _: context, None, remat, placement.vocabulary)
         return x
 
@@ -229,7 +229,7 @@ class Llama(nnx.Module):
                 extended = layer_cache.write(k, v, slot)
                 return decode_attention(q, extended.keys, extended.values, valid), extended
 
-            return LayerContext(cos, sin, attend, identity, dropout_key=None)
+            return LayerContext(cos, sin, attend, identity, dropout_keys=None)
 
         return self._run(tokens, context_of, cache, "none", WHOLE_VOCABULARY)
 
@@ -248,8 +248,9 @@ class Llama(nnx.Module):
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Any]:
             index, frozen, adapters, layer_inputs = inputs
             context = context_of(layer_inputs)
-            if context.dropout_key is not None:
-                context = replace(context, dropout_key=jax.random.fold_in(context.dropout_key, index))
+            if context.dropout_keys is not None:
+                layer_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(context.dropout_keys, index)
+                context = replace(context, dropout_keys=layer_keys)
             return nnx.merge(graph, frozen, adapters)(x, context)
 
         if remat != "none":

@@ -44,14 +44,26 @@ class LoRA(nnx.Module):
         self.dropout = config.dropout
         self.stream = stream
 
-    def __call__(self, x: jax.Array, fetch: Fetch, dropout_key: jax.Array | None) -> jax.Array:
-        """Return the update for x [..., in] as [..., out] in x's dtype; no key means no dropout."""
-        if dropout_key is not None and self.dropout > 0:
-            keep = jax.random.bernoulli(jax.random.fold_in(dropout_key, self.stream), 1 - self.dropout, x.shape)
-            x = jnp.where(keep, x / (1 - self.dropout), 0)
-        a, b = (fetch(weight[...]).astype(x.dtype) for weight in (self.lora_A, self.lora_B))
+    def __call__(self, x: jax.Array, fetch: Fetch, dropout_keys: jax.Array | None) -> jax.Array:
+        """Return the update for x [B, ..., in] as [B, ..., out] in x's dtype; no keys [B] means no dropout."""
+        if dropout_keys is not None and self.dropout > 0:
+            x = jnp.where(self._keep(dropout_keys, x.shape[1:]), x / (1 - self.dropout), 0)
+        a, b = (self._fetched(weight, fetch, x.dtype) for weight in (self.lora_A, self.lora_B))
         low = jnp.einsum("...i,ri->...r", x, a)  # [..., r]
         return jnp.einsum("...r,or->...o", low, b * jnp.asarray(self.scale, x.dtype))
+
+    def _keep(self, dropout_keys: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Draw what is kept of each row, whatever other rows are computed beside it: bool [B, *shape]."""
+
+        def draw(key: jax.Array) -> jax.Array:
+            return jax.random.bernoulli(jax.random.fold_in(key, self.stream), 1 - self.dropout, shape)
+
+        return jax.vmap(draw)(dropout_keys)
+
+    @staticmethod
+    def _fetched(weight: Adapter, fetch: Fetch, dtype: jnp.dtype) -> jax.Array:
+        # Cast before fetching: what travels between devices has the dtype of computation.
+        return fetch(jax.tree.map(lambda leaf: leaf.astype(dtype), weight.get_value()))
 
 
 def initial_adapter(adapters: nnx.State, seed: int) -> nnx.State:

@@ -56,8 +56,26 @@ def gather(parameters: Any, axis: str) -> Any:
     """
 
     def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, FlatShard):
+        if not _is_flat(leaf):
             return leaf
         return unflatten(FlatShard(lax.all_gather(leaf.array, axis, tiled=True), leaf.shape))
 
-    return jax.tree.map(whole, parameters, is_leaf=lambda leaf: isinstance(leaf, FlatShard))
+    return jax.tree.map(whole, parameters, is_leaf=_is_flat)
+
+
+def bare(tree: Any) -> Any:
+    """Replace the FlatShards in a pytree by their arrays: for what works elementwise, whatever the shape."""
+    return jax.tree.map(lambda leaf: leaf.array if _is_flat(leaf) else leaf, tree, is_leaf=_is_flat)
+
+
+def clothed(tree: Any, like: Any) -> Any:
+    """Undo `bare`: wrap the arrays that stand where `like` has FlatShards."""
+
+    def wrap(leaf: Any, array: jax.Array) -> Any:
+        return FlatShard(array, leaf.shape) if _is_flat(leaf) else array
+
+    return jax.tree.map(wrap, like, tree, is_leaf=_is_flat)
+
+
+def _is_flat(leaf: Any) -> bool:
+    return isinstance(leaf, FlatShard)

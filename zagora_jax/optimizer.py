@@ -119,11 +119,12 @@ def adamw_8bit(
 def scale_by_adam_8bit(*, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Return Adam's rescaling of the gradient, with 8-bit moments. Its state is a ScaleByAdam8bitState."""
 
-    def store(moments: Any, *, signed: bool) -> Any:
-        return jax.tree.map(functools.partial(_store, signed=signed), moments)
-
     def zeros(params: optax.Params, *, signed: bool) -> Any:
-        return store(jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), params), signed=signed)
+        def zero(parameter: jax.Array) -> Any:
+            moment = jnp.zeros(parameter.shape, jnp.float32)
+            return _quantize(moment, signed=signed) if _is_large(parameter.shape) else moment
+
+        return jax.tree.map(zero, params)
 
     def init(params: optax.Params) -> ScaleByAdam8bitState:
         return ScaleByAdam8bitState(jnp.zeros([], jnp.int32), zeros(params, signed=True), zeros(params, signed=False))
@@ -152,15 +153,20 @@ def scale_by_adam_8bit(*, b1: float, b2: float, eps: float) -> optax.GradientTra
         nu = jax.tree.map(second_moment, updates, state.nu)
         # The parameters move by the exact moments; only what is kept for the next step is rounded.
         directions = jax.tree.map(direction, updates, mu, nu)
-        return directions, ScaleByAdam8bitState(steps, store(mu, signed=True), store(nu, signed=False))
+        stored_mu = jax.tree.map(functools.partial(_store, signed=True), mu, state.mu)
+        stored_nu = jax.tree.map(functools.partial(_store, signed=False), nu, state.nu)
+        return directions, ScaleByAdam8bitState(steps, stored_mu, stored_nu)
 
     return optax.GradientTransformation(init, update)
 
 
-def _store(moment: jax.Array, *, signed: bool) -> QuantizedMoment | jax.Array:
-    """Quantise a moment [L, ...] layer by layer, unless a layer's slice is small."""
-    if not _is_quantized(moment.shape):
-        return moment
+def _store(moment: jax.Array, before: QuantizedMoment | jax.Array, *, signed: bool) -> QuantizedMoment | jax.Array:
+    """Store a moment [L, ...] as it was stored `before`."""
+    return _quantize(moment, signed=signed) if isinstance(before, QuantizedMoment) else moment
+
+
+def _quantize(moment: jax.Array, *, signed: bool) -> QuantizedMoment:
+    """Quantise a moment [L, ...] layer by layer."""
     codes, absmax = dynamic.quantize(dynamic.pad_to_blocks(moment.reshape(moment.shape[0], -1)), signed=signed)
     return QuantizedMoment(codes, absmax)
 
@@ -173,7 +179,7 @@ def _load(stored: QuantizedMoment | jax.Array, shape: chex.Shape, *, signed: boo
     return moment[:, : math.prod(shape[1:])].reshape(shape)
 
 
-def _is_quantized(shape: chex.Shape) -> bool:
+def _is_large(shape: chex.Shape) -> bool:
     return math.prod(shape[1:]) >= SMALLEST_QUANTIZED
 
 

@@ -11,6 +11,10 @@ from flax import nnx
 
 from models.cross_entropy import cross_entropy_sum
 from models.llama import Llama
+from models.placement import LOCAL, Placement
+from sharding.compression import ErrorFeedback
+from sharding.flat import bare, clothed
+from sharding.group import ALONE, DeviceGroup
 from zagora_jax.data.batches import Batch
 
 
@@ -23,6 +27,7 @@ class TrainState(NamedTuple):
         adapters: the float32 LoRA parameters.
         optimizer: optax's state.
         loss_scale: the present scale of float16 gradients, None in other dtypes.
+        errors: what compressed exchanges of gradients have rounded off so far, None where there are none.
     """
 
     step: jax.Array
@@ -30,6 +35,7 @@ class TrainState(NamedTuple):
     adapters: nnx.State
     optimizer: optax.OptState
     loss_scale: "LossScale | None"
+    errors: ErrorFeedback | None = None
 
 
 class LossScale(NamedTuple):
@@ -59,8 +65,14 @@ def initial_state(adapters: nnx.State, optimizer: optax.GradientTransformation, 
     return TrainState(jnp.int32(0), jnp.int32(0), adapters, optimizer.init(nnx.to_pure_dict(adapters)), loss_scale)
 
 
-def loss_sum(model: Llama, batch: Batch, options: ForwardOptions, dropout_key: jax.Array | None) -> jax.Array:
-    """Sum the loss over the supervised tokens of one micro-batch (arrays [M, S])."""
+def loss_sum(
+    model: Llama,
+    batch: Batch,
+    options: ForwardOptions,
+    dropout_keys: jax.Array | None,
+    placement: Placement = LOCAL,
+) -> jax.Array:
+    """Sum the loss over the supervised tokens of one micro-batch (arrays [M, S]; dropout keys [M])."""
     segment_ids = batch.segment_ids if options.segmented else None
     hidden = model.hidden_states(
         batch.tokens,
@@ -68,10 +80,12 @@ def loss_sum(model: Llama, batch: Batch, options: ForwardOptions, dropout_key: j
         segment_ids,
         kernel=options.kernel,
         remat=options.remat,
-        dropout_key=dropout_key,
+        dropout_keys=dropout_keys,
+        placement=placement,
     )
     flat = hidden.reshape(-1, hidden.shape[-1])  # [M*S, hidden]
-    return cross_entropy_sum(flat, model.head, batch.targets.reshape(-1), batch.weights.reshape(-1))
+    targets, weights = batch.targets.reshape(-1), batch.weights.reshape(-1)
+    return cross_entropy_sum(flat, model.head, targets, weights, vocabulary=placement.vocabulary)
 
 
 def make_train_step(
@@ -82,6 +96,8 @@ def make_train_step(
     *,
     max_grad_norm: float,
     dropout_seed: int | None,
+    placement: Placement = LOCAL,
+    group: DeviceGroup = ALONE,
 ) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Build the function (state, frozen, batch [A, M, S]) -> (state, metrics) that is to be jitted.
 
@@ -96,43 +112,49 @@ def make_train_step(
         options: how the forward pass is computed.
         max_grad_norm: the global norm that gradients are clipped to; 0 does not clip.
         dropout_seed: seeds the adapters' dropout, None switches it off.
+        placement: reaches parameters that are spread over devices.
+        group: reaches the devices that share the rows; with it, the function is for use under shard_map.
     """
 
-    def micro_batch_loss(adapters: nnx.State, frozen: nnx.State, batch: Batch, key: Any, scale: Any) -> Any:
-        model = nnx.merge(graph, frozen, adapters)
-        total = loss_sum(model, batch, options, key)
+    def micro_batch_loss(adapters: nnx.State, frozen: nnx.State, batch: Batch, keys: Any, scale: Any) -> Any:
+        total = loss_sum(nnx.merge(graph, frozen, adapters), batch, options, keys, placement)
         return total * scale, total
 
-    def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        count = jnp.maximum(batch.weights.sum(), 1)
-        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+    def accumulated(state: TrainState, frozen: nnx.State, batch: Batch, scale: jax.Array) -> tuple[nnx.State, Any]:
+        """Sum gradients, times `scale`, and losses over this device's part of the micro-batches."""
         step_key = None if dropout_seed is None else jax.random.fold_in(jax.random.key(dropout_seed), state.step)
+        rows = batch.tokens.shape[1]
 
         def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
             gradients, total = carry
             index, micro_batch = inputs
-            key = None if step_key is None else jax.random.fold_in(step_key, index)
-            gradient, loss = jax.grad(micro_batch_loss, has_aux=True)(
-                state.adapters, frozen, micro_batch, key, scale / count
-            )
+            keys = None if step_key is None else _row_keys(step_key, index, group.first_row(rows), rows)
+            gradient, loss = jax.grad(micro_batch_loss, has_aux=True)(state.adapters, frozen, micro_batch, keys, scale)
             return (jax.tree.map(jnp.add, gradients, gradient), total + loss), None
 
         zeros = jax.tree.map(jnp.zeros_like, state.adapters)
         indices = jnp.arange(batch.tokens.shape[0])
         (gradients, total), _ = jax.lax.scan(accumulate, (zeros, jnp.float32(0)), (indices, batch))
-        gradients = jax.tree.map(lambda g: g / scale, gradients)
-        loss = total / count
-        norm = optax.global_norm(gradients)
+        return gradients, total
+
+    def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        supervised = group.total(batch.weights.sum())
+        count = jnp.maximum(supervised, 1)
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        gradients, total = accumulated(state, frozen, batch, scale / count)
+        gradients, errors = group.exchange(jax.tree.map(lambda g: g / scale, gradients), state.errors)
+        loss = group.total(total) / count
+        norm = jnp.sqrt(group.squared_norm(gradients))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_grad_norm:
             clip = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_
             gradients = jax.tree.map(lambda g: g * clip, gradients)
-        new = _update(optimizer, state, gradients, finite)
+        new = _update(optimizer, state, gradients, errors, finite)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.updates), jnp.float32),
-            "supervised_tokens": batch.weights.sum(),
+            "supervised_tokens": supervised,
             "finite": finite,
         }
         if state.loss_scale is not None:
@@ -142,20 +164,31 @@ def make_train_step(
     return step
 
 
+def _row_keys(step_key: jax.Array, micro_batch: jax.Array, first: jax.Array | int, rows: int) -> jax.Array:
+    """Return the dropout key of each row, which depends on its place in the step, not on the device that has it."""
+    key = jax.random.fold_in(step_key, micro_batch)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows))
+
+
 def _update(
-    optimizer: optax.GradientTransformation, state: TrainState, gradients: nnx.State, finite: jax.Array
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    gradients: nnx.State,
+    errors: ErrorFeedback | None,
+    finite: jax.Array,
 ) -> TrainState:
-    old = nnx.to_pure_dict(state.adapters)
-    updates, optimizer_state = optimizer.update(nnx.to_pure_dict(gradients), state.optimizer, old)
-    candidate = (optax.apply_updates(old, updates), optimizer_state)
-    kept, optimizer_state = jax.tree.map(
-        lambda new, before: jnp.where(finite, new, before), candidate, (old, state.optimizer)
+    whole = (nnx.to_pure_dict(state.adapters), state.optimizer)
+    old, old_optimizer = bare(whole)
+    updates, new_optimizer = optimizer.update(bare(nnx.to_pure_dict(gradients)), old_optimizer, old)
+    candidate = (optax.apply_updates(old, updates), new_optimizer, errors)
+    *kept, errors = jax.tree.map(
+        lambda new, before: jnp.where(finite, new, before), candidate, (old, old_optimizer, state.errors)
     )
+    values, optimizer_state = clothed(tuple(kept), whole)
     adapters = jax.tree.map(lambda x: x, state.adapters)
-    nnx.replace_by_pure_dict(adapters, kept)
-    return TrainState(
-        state.step + 1, state.updates + finite, adapters, optimizer_state, _next_scale(state.loss_scale, finite)
-    )
+    nnx.replace_by_pure_dict(adapters, values)
+    loss_scale = _next_scale(state.loss_scale, finite)
+    return TrainState(state.step + 1, state.updates + finite, adapters, optimizer_state, loss_scale, errors)
 
 
 def _next_scale(loss_scale: LossScale | None, finite: jax.Array) -> LossScale | None:
@@ -168,7 +201,7 @@ def _next_scale(loss_scale: LossScale | None, finite: jax.Array) -> LossScale | 
 
 
 def make_evaluation_step(
-    graph: nnx.GraphDef, options: ForwardOptions
+    graph: nnx.GraphDef, options: ForwardOptions, placement: Placement = LOCAL, group: DeviceGroup = ALONE
 ) -> Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]:
     """Build the function (adapters, frozen, batch [A, M, S]) -> (loss sum, supervised tokens), without dropout."""
 
@@ -176,9 +209,9 @@ def make_evaluation_step(
         model = nnx.merge(graph, frozen, adapters)
 
         def add(total: jax.Array, micro_batch: Batch) -> tuple[jax.Array, None]:
-            return total + loss_sum(model, micro_batch, options, None), None
+            return total + loss_sum(model, micro_batch, options, None, placement), None
 
         total, _ = jax.lax.scan(add, jnp.float32(0), batch)
-        return total, batch.weights.sum()
+        return group.total(total), group.total(batch.weights.sum())
 
     return evaluate

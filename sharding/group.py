@@ -1,0 +1,87 @@
+"""What a train step asks of the other devices. `Group` is for use under shard_map; `ALONE` is one device."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from sharding.compression import Compression, ErrorFeedback, all_reduce
+from sharding.mesh import ROW_AXES
+
+
+class DeviceGroup(Protocol):
+    """The devices that share the rows of a step."""
+
+    def first_row(self, rows: int) -> jax.Array | int:
+        """Return the place of this device's first row of a micro-batch, of which it has `rows`."""
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sum a device's own number over all devices."""
+
+    def squared_norm(self, gradients: Any) -> jax.Array:
+        """Return the sum of squares of a whole tree of gradients."""
+
+    def exchange(self, gradients: Any, errors: Any) -> tuple[Any, Any]:
+        """Sum gradients over the replicas; returns them and the new residuals of rounding."""
+
+
+class Alone:
+    """One device: nothing to sum."""
+
+    def first_row(self, rows: int) -> int:
+        """Return 0."""
+        return 0
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Return x."""
+        return x
+
+    def squared_norm(self, gradients: Any) -> jax.Array:
+        """Sum the squares."""
+        return sum_of_squares(gradients)
+
+    def exchange(self, gradients: Any, errors: Any) -> tuple[Any, Any]:
+        """Return both as they are."""
+        return gradients, errors
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices of a mesh. Gradients come out of the backward pass summed over "fsdp", as shards.
+
+    Attributes:
+        compression: how gradients travel between replicas.
+    """
+
+    compression: Compression
+
+    def first_row(self, rows: int) -> jax.Array:
+        """Count the rows of the devices before this one, in the order of the mesh."""
+        return lax.axis_index(ROW_AXES) * rows
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sum over all devices that have rows of their own."""
+        return lax.psum(x, ROW_AXES)
+
+    def squared_norm(self, gradients: Any) -> jax.Array:
+        """Sum the squares of the shards over the devices that hold one each."""
+        return lax.psum(sum_of_squares(gradients), "fsdp")
+
+    def exchange(self, gradients: Any, errors: ErrorFeedback | None) -> tuple[Any, ErrorFeedback | None]:
+        """Sum over "data"; compressed where there are residuals, which are rows [1, n] of a device here."""
+        if errors is None:
+            return lax.psum(gradients, "data"), None
+        vector, unravel = ravel_pytree(gradients)
+        total, new = all_reduce(vector, jax.tree.map(lambda row: row[0], errors), "data", self.compression)
+        return unravel(total), jax.tree.map(lambda residual: residual[None], new)
+
+
+def sum_of_squares(tree: Any) -> jax.Array:
+    """Sum the squares of all elements of a tree, in float32."""
+    return sum((jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)), jnp.float32(0))

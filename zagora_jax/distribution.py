@@ -1,0 +1,171 @@
+"""A run's arrays and its step, spread over a mesh of devices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from models.llama import Llama
+from models.parameters import Adapter, Frozen, by_path
+from models.placement import Placement
+from sharding.compression import Compression, ErrorFeedback
+from sharding.flat import gather
+from sharding.group import Group
+from sharding.mesh import rows_divisor
+from sharding.rules import named_sharding
+from sharding.spread import UNIT, Spread
+from sharding.vocabulary import ShardedVocabulary
+from zagora_jax.data.batches import Batch
+from zagora_jax.optimizer import QuantizedMoment
+from zagora_jax.step import TrainState
+
+BATCH_AXES = ("accumulation", "rows", "tokens")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How a model and its training state lie on a mesh.
+
+    Attributes:
+        mesh: the devices, see `sharding.mesh`.
+        model: the declared model.
+        compression: how gradients travel between replicas.
+    """
+
+    mesh: Mesh
+    model: Llama
+    compression: Compression = "none"
+
+    @property
+    def rows_divisor(self) -> int:
+        """How many devices share the rows of a micro-batch."""
+        return rows_divisor(self.mesh)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """How the model reaches parameters on this mesh."""
+        vocabulary = ShardedVocabulary("fsdp", self.model.config.vocab_size)
+        return Placement(fetch=partial(gather, axis="fsdp"), vocabulary=vocabulary)
+
+    @cached_property
+    def group(self) -> Group:
+        """How the step reaches the other devices."""
+        return Group(self.compression)
+
+    @cached_property
+    def frozen(self) -> nnx.State:
+        """The Spread of every array of the frozen parameters."""
+        return self._spread(nnx.state(self.model, Frozen), unit=1)
+
+    @cached_property
+    def adapters(self) -> nnx.State:
+        """The Spread of every array of the adapters."""
+        return self._spread(nnx.state(self.model, Adapter), unit=UNIT)
+
+    def _spread(self, declared: nnx.State, unit: int) -> nnx.State:
+        def of_variable(variable: nnx.Variable) -> nnx.Variable:
+            def of_array(whole: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> Spread:
+                return Spread(self.mesh, whole, axes, unit)
+
+            return variable.replace(jax.tree.map(of_array, variable.get_value(), variable.get_metadata("axes")))
+
+        return nnx.from_flat_state([(path, of_variable(variable)) for path, variable in by_path(declared).items()])
+
+    def state(self, whole: TrainState) -> TrainState:
+        """Return the Spread of every array of a training state; `whole` gives shapes and dtypes."""
+        everywhere = partial(jax.tree.map, lambda leaf: Spread(self.mesh, _shape_of(leaf), (None,) * leaf.ndim))
+
+        def of_moment(moment: Any) -> Any:
+            if isinstance(moment, QuantizedMoment):
+                codes, absmax = _shape_of(moment.codes), _shape_of(moment.absmax)
+                axes = ("layers", "flat")
+                return QuantizedMoment(Spread(self.mesh, codes, axes), Spread(self.mesh, absmax, axes, unit=1))  # type: ignore[arg-type]
+            axes = ("layers", *("flat",) * (moment.ndim - 1)) if moment.ndim else ()
+            return Spread(self.mesh, _shape_of(moment), axes)
+
+        optimizer = jax.tree.map(of_moment, whole.optimizer, is_leaf=lambda leaf: isinstance(leaf, QuantizedMoment))
+        return TrainState(
+            everywhere(whole.step),
+            everywhere(whole.updates),
+            self.adapters,
+            optimizer,
+            everywhere(whole.loss_scale),
+            self._errors(),
+        )
+
+    def _errors(self) -> ErrorFeedback | None:
+        """The residuals of the exchange between replicas: a row a device."""
+        if self.compression == "none" or self.mesh.shape["data"] == 1:
+            return None
+        stored = sum(spread.stored[0] * spread.stored[1] for spread in jax.tree.leaves(self.adapters))
+        one = jax.eval_shape(lambda: ErrorFeedback.zeros(stored // self.mesh.shape["fsdp"], self.mesh.shape["data"]))
+
+        def of_array(leaf: jax.ShapeDtypeStruct) -> Spread:
+            whole = jax.ShapeDtypeStruct((self.mesh.size, *leaf.shape), leaf.dtype)
+            return Spread(self.mesh, whole, ("devices", *(None,) * len(leaf.shape)))  # type: ignore[arg-type]
+
+        return jax.tree.map(of_array, one)
+
+    def put(self, spreads: Any, whole: Any) -> Any:
+        """Spread a tree of whole arrays; each device receives its part alone."""
+        return jax.tree.map(lambda spread, array: spread.put(array), spreads, whole)
+
+    def put_state(self, whole: TrainState) -> TrainState:
+        """Spread a training state; residuals that are not there begin at zero."""
+        spreads = self.state(whole)
+        if whole.errors is None and spreads.errors is not None:
+            errors = jax.tree.map(lambda spread: spread.zeros(), spreads.errors)
+            return self.put(spreads._replace(errors=None), whole)._replace(errors=errors)
+        return self.put(spreads, whole)
+
+    def whole_state(self, state: TrainState, like: TrainState) -> TrainState:
+        """Undo `put_state`, on the host: what is saved does not depend on the devices, but for the residuals."""
+        return jax.tree.map(lambda spread, stored: spread.whole_array(stored), self.state(like), state)
+
+    def put_batch(self, batch: Batch) -> Batch:
+        """Spread a batch's rows."""
+        return Batch(*(jax.device_put(np.asarray(array), named_sharding(self.mesh, BATCH_AXES)) for array in batch))
+
+    def compile_step(
+        self, step: Callable[[TrainState, nnx.State, Batch], Any], whole: TrainState, batch: Batch
+    ) -> jax.stages.Compiled:
+        """Compile a train step for this mesh; `whole` and `batch` give shapes. The state is donated."""
+        state = jax.tree.map(lambda spread: spread.abstract(), self.state(whole))
+        return self._compile(step, (state, self._abstract_frozen(), self._abstract_batch(batch)), donated=(0,))
+
+    def compile_evaluation(
+        self, step: Callable[[nnx.State, nnx.State, Batch], Any], batch: Batch
+    ) -> jax.stages.Compiled:
+        """Compile an evaluation step for this mesh."""
+        adapters = jax.tree.map(lambda spread: spread.abstract(), self.adapters)
+        return self._compile(step, (adapters, self._abstract_frozen(), self._abstract_batch(batch)), donated=())
+
+    def _abstract_frozen(self) -> nnx.State:
+        return jax.tree.map(lambda spread: spread.abstract(), self.frozen)
+
+    def _abstract_batch(self, batch: Batch) -> Batch:
+        sharding = named_sharding(self.mesh, BATCH_AXES)
+        return Batch(*(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for array in batch))
+
+    def _compile(
+        self, step: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
+    ) -> jax.stages.Compiled:
+        """Compile under shard_map; a step that changes its first argument returns it first, and numbers after it."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
+        everywhere = PartitionSpec()
+        out_specs = (specs[0], everywhere) if donated else everywhere
+        mapped = jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        to_sharding = partial(jax.tree.map, partial(jax.sharding.NamedSharding, self.mesh))
+        jitted = jax.jit(mapped, in_shardings=shardings, out_shardings=to_sharding(out_specs), donate_argnums=donated)
+        return jitted.lower(*arguments).compile()
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
