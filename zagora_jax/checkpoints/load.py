@@ -9,21 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from models.llama import Llama
-from models.parameters import Adapter, Frozen
+from models.parameters import Frozen, Path, by_path
 from models.quantization import FORMATS, is_quantized
-from zagora_jax.checkpoints.checkpoint import Checkpoint
+from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
+from zagora_jax.checkpoints.huggingface import describe_unexpected
 from zagora_jax.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-READABLE_DTYPES = {np.dtype(dtype) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)}
-
-Path = tuple[str, ...]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_ROWS = 4096  # of head and embedding, held in memory at a time
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class ExpectedTensor:
 def expected_tensors(model: Llama) -> dict[str, ExpectedTensor]:
     """List the tensors that a Hugging Face checkpoint of `model` holds, by name."""
     expected = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model, Frozen)):
+    for path, variable in by_path(nnx.state(model, Frozen)).items():
         stored = variable.get_value()
         if path[:2] == ("model", "layers"):
             shape = stored.shape if is_quantized(stored) else stored.shape[1:]
@@ -51,20 +50,17 @@ def expected_tensors(model: Llama) -> dict[str, ExpectedTensor]:
 
 
 def check_tensors(checkpoint: Checkpoint, model: Llama) -> None:
-    """Compare what the checkpoint holds with what the model needs, before any weight is read.
+    """Compare what the checkpoint holds with what the model needs, before any device memory is used.
 
     Raises:
-        UserError: tensors missing, unexpected, of another shape or of a dtype that is not read.
+        UserError: tensors missing, unexpected or of another shape; a tied head that differs from the embedding.
     """
     expected, found = expected_tensors(model), checkpoint.tensors
-    ignored = sorted(name for name in found if name.endswith("rotary_emb.inv_freq") or name == "rope_freqs.weight")
-    if ignored:
-        logger.info("%d rotary tables in the checkpoint are not read: the config decides", len(ignored))
     missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected and name not in ignored]
-    if model.config.tie_embeddings and "lm_head.weight" in extra:
-        _check_tied_head(checkpoint)
-        extra.remove("lm_head.weight")
+    extra = [name for name in found if name not in expected]
+    tied_head = model.config.tie_embeddings and HEAD in extra
+    if tied_head:
+        extra.remove(HEAD)
     if missing:
         raise UserError(_describe_missing(checkpoint, expected, missing, extra))
     if extra:
@@ -74,19 +70,15 @@ def check_tensors(checkpoint: Checkpoint, model: Llama) -> None:
             "check that config.json belongs to these weights"
         )
     for name, tensor in expected.items():
-        _check_tensor(checkpoint, name, tensor)
-
-
-def _check_tensor(checkpoint: Checkpoint, name: str, expected: ExpectedTensor) -> None:
-    found = checkpoint.tensors[name]
-    if tuple(found.shape) != expected.shape:
-        raise UserError(
-            f"{found.file}: tensor {name} has shape {tuple(found.shape)}, but config.json asks for {expected.shape}"
-        )
-    if found.dtype not in READABLE_DTYPES:
-        raise UserError(
-            f"{found.file}: tensor {name} has dtype {found.dtype}; weights are read from float32, float16 or bfloat16"
-        )
+        if tuple(found[name].shape) != tensor.shape:
+            raise UserError(
+                f"{found[name].file}: tensor {name} has shape {tuple(found[name].shape)}, but config.json asks for "
+                f"{tensor.shape}"
+            )
+    if tied_head:
+        _check_tied_head(checkpoint)
+    if model.config.tie_embeddings:
+        logger.info("%s: the output head is %s (tie_word_embeddings)", checkpoint.name, EMBEDDING)
 
 
 def _describe_missing(
@@ -94,72 +86,90 @@ def _describe_missing(
 ) -> str:
     text = f"{checkpoint.name}: {len(missing)} of {len(expected)} tensors are missing, first {missing[0]!r}"
     if extra:
-        nearest = difflib.get_close_matches(missing[0], extra, n=1, cutoff=0) or extra[:1]
-        text += f"; {len(extra)} unexpected ones are there, such as {nearest[0]!r}"
-    if any(name.startswith("base_model.") or ".lora_" in name for name in extra):
-        text += ". This looks like an unmerged PEFT dump: merge it with PEFT's merge_and_unload() and save it again"
-    return text + ". Weights are never made up in place of missing ones"
+        nearest = difflib.get_close_matches(missing[0], extra, n=1, cutoff=0)[0]
+        text += f"; {len(extra)} unexpected ones are there, such as {nearest!r}"
+    if missing == [HEAD]:
+        text += ". If the embedding serves as output head, set tie_word_embeddings to true in config.json"
+    if what := describe_unexpected(extra):
+        return f"{text}. {what}"
+    return f"{text}. Weights are never made up in place of missing ones"
 
 
 def _check_tied_head(checkpoint: Checkpoint) -> None:
-    head, embedding = checkpoint.read("lm_head.weight"), checkpoint.read("model.embed_tokens.weight")
+    head, embedding = checkpoint.tensors[HEAD], checkpoint.tensors[EMBEDDING]
+    problem = f"{checkpoint.name}: config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING}"
     if head.shape != embedding.shape:
-        raise UserError(
-            f"{checkpoint.name}: config.json says tie_word_embeddings, but lm_head.weight has shape {head.shape} and "
-            f"model.embed_tokens.weight {embedding.shape}"
-        )
-    difference = max(
-        float(np.abs(head[i : i + 4096].astype(np.float32) - embedding[i : i + 4096].astype(np.float32)).max())
-        for i in range(0, len(head), 4096)
-    )
+        raise UserError(f"{problem} have shapes {head.shape} and {embedding.shape}")
+    difference = 0.0
+    for start in range(0, head.shape[0], COMPARED_ROWS):
+        rows = (start, min(start + COMPARED_ROWS, head.shape[0]))
+        ours, theirs = (checkpoint.read_rows(name, *rows).astype(np.float32) for name in (HEAD, EMBEDDING))
+        difference = max(difference, float(np.abs(ours - theirs).max()))
     if difference:
         raise UserError(
-            f"{checkpoint.name}: config.json says tie_word_embeddings, but lm_head.weight and "
-            f"model.embed_tokens.weight differ (largest difference {difference:.3g}). Set tie_word_embeddings to "
-            "false to keep both, or remove lm_head.weight"
+            f"{problem} differ (largest difference {difference:.3g}). Set tie_word_embeddings to false to keep both, "
+            f"or remove {HEAD}"
         )
 
 
 def load_frozen(checkpoint: Checkpoint, model: Llama, quantization: str, on_tensor: Callable[[], None]) -> nnx.State:
     """Read, quantise and stack the frozen parameters.
 
-    One tensor is in host memory at a time, and one in its original dtype on the device.
+    While one tensor is quantised on the device, the next is read: two are in host memory at a time, and one, in
+    its original dtype, on the device.
 
     Args:
         checkpoint: checked by `check_tensors`.
         model: the declared model.
-        quantization: the format of the linear layers' weights, a key of FORMATS.
+        quantization: the format of the linear layers' weights, a key of FORMATS, or "none".
         on_tensor: called after every tensor.
+
+    Raises:
+        UserError: a tensor holds a number that is not finite.
     """
-    declared = dict(nnx.to_flat_state(nnx.state(model, Frozen)))
-    arrays: dict[Path, Any] = {}
-    by_place = sorted(
-        expected_tensors(model).items(), key=lambda item: (str(checkpoint.tensors[item[0]].file), item[0])
-    )
-    for name, expected in by_place:
-        stored = declared[expected.path].get_value()
-        value = _store(jnp.asarray(checkpoint.read(name)), stored, quantization)
-        if expected.layer is None:
-            arrays[expected.path] = value
-        else:
-            if expected.path not in arrays:
-                arrays[expected.path] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stored)
-            arrays[expected.path] = _set_layer(arrays[expected.path], value, expected.layer)
+    declared = by_path(nnx.state(model, Frozen))
+    values: dict[Path, Any] = {}
+    previous: tuple[str, jax.Array] | None = None
+    expected = expected_tensors(model)
+    for name in sorted(expected, key=lambda name: _place(checkpoint.tensors[name])):
+        path, layer = expected[name].path, expected[name].layer
+        stored = declared[path].get_value()
+        form = quantization if is_quantized(stored) else stored.dtype
+        value, is_finite = _store(checkpoint.read(name), form)
+        if layer is not None:
+            stack = values[path] if path in values else jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
+            value = _set_layer(stack, value, layer)
+        values[path] = value
+        _require_finite(checkpoint, previous)
+        previous = (name, is_finite)
         on_tensor()
-    return nnx.from_flat_state([(path, variable.replace(arrays[path])) for path, variable in declared.items()])
+    _require_finite(checkpoint, previous)
+    return nnx.from_flat_state([(path, variable.replace(values[path])) for path, variable in declared.items()])
 
 
-def _store(weight: jax.Array, declared: Any, quantization: str) -> Any:
-    if is_quantized(declared):
-        return FORMATS[quantization].quantize(weight)
-    return weight.astype(declared.dtype)
+def _place(tensor: TensorInfo) -> tuple[str, int]:
+    return str(tensor.file), tensor.offset
+
+
+@partial(jax.jit, static_argnums=1)
+def _store(weight: jax.Array, form: str | jnp.dtype) -> tuple[Any, jax.Array]:
+    """Bring a tensor into a quantised format or a dtype; also tell whether all of it is finite."""
+    if isinstance(form, str):
+        return FORMATS[form].quantize(weight), jnp.isfinite(weight).all()
+    stored = weight.astype(form)
+    return stored, jnp.isfinite(stored).all()
 
 
 @partial(jax.jit, donate_argnums=0)
-def _set_layer(stacked: Any, value: Any, layer: jax.Array) -> Any:
-    return jax.tree.map(lambda stack, one: stack.at[layer].set(one), stacked, value)
+def _set_layer(stack: Any, value: Any, layer: int | jax.Array) -> Any:
+    return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, value)
 
 
-def split(model: Llama) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """Split a declared model into its graph, its frozen and its adapter parameters (without values)."""
-    return nnx.split(model, Frozen, Adapter)
+def _require_finite(checkpoint: Checkpoint, tensor: tuple[str, jax.Array] | None) -> None:
+    """Wait for a tensor to be stored, and refuse it if it holds an infinity or NaN."""
+    if tensor is not None and not tensor[1]:
+        name = tensor[0]
+        raise UserError(
+            f"{checkpoint.tensors[name].file}: tensor {name} holds numbers that are not finite in the dtype it is kept "
+            "in. The file is damaged, or was saved after a training that diverged"
+        )
