@@ -17,6 +17,7 @@ from zagora_jax import train as command
 from zagora_jax import trainer
 from zagora_jax.adapter import peft_names
 from zagora_jax.base import BaseModel, open_base
+from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.peft import read_adapter
 from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.checkpoints.source import open_checkpoint
@@ -314,10 +315,12 @@ def test_resuming_without_a_saved_step_says_so_and_begins(folder, tmp_path, made
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
 
 
-def test_a_synthetic_run_says_so(tmp_path, made_up):
+def test_a_synthetic_run_says_so(tmp_path, made_up, monkeypatch):
     made_up([(True, None)])
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "vocab_size": 256}
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", KNOWN_MODELS["smollm2-135m"] | small | {"num_key_value_heads": 1})
     config = TrainConfig(
-        model="synthetic:smollm2-135m?layers=1",
+        model="synthetic:tiny?layers=1",
         output=tmp_path / "run",
         max_steps=1,
         sequence_length=16,

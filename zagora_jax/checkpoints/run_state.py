@@ -11,7 +11,7 @@ from flax import nnx
 
 from zagora_jax.checkpoints.atomic import fsync_directory
 from zagora_jax.errors import UserError
-from zagora_jax.step import LossScale, TrainState
+from zagora_jax.step import TrainState
 
 # Where a state that is no longer wanted is renamed to before its files are removed.
 DELETED = ".deleted"
@@ -99,13 +99,7 @@ class SavedStates:
         _, training = _parts(like)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, training)
         restored = self._read(step, training=ocp.args.StandardRestore(target))
-        return TrainState(
-            restored["step"],
-            restored["updates"],
-            self.adapters(step, like.adapters),
-            restored["optimizer"],
-            None if like.loss_scale is None else LossScale(**restored["loss_scale"]),
-        )
+        return like._replace(adapters=self.adapters(step, like.adapters), **restored)
 
     def adapters(self, step: int, like: nnx.State) -> nnx.State:
         """Read the adapter of `step` into arrays like those of `like`."""
@@ -135,7 +129,5 @@ class SavedStates:
 
 def _parts(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part a state into the adapter, which other commands read too, and what only training needs."""
-    training: dict[str, Any] = {"step": state.step, "updates": state.updates, "optimizer": state.optimizer}
-    if state.loss_scale is not None:
-        training["loss_scale"] = state.loss_scale._asdict()
-    return nnx.to_pure_dict(state.adapters), training
+    training = {name: value for name, value in state._asdict().items() if value is not None}
+    return nnx.to_pure_dict(training.pop("adapters")), training
