@@ -73,6 +73,15 @@ class LoraConfig(Options):
         return targets
 
 
+class MeshConfig(Options):
+    """How many devices stand along each axis of the mesh."""
+
+    data: int | None = Field(default=None, ge=1, description="Replicas, each with rows of its own.")
+    fsdp: int | None = Field(
+        default=None, ge=1, description="Devices that weights, adapters and optimizer state (and rows) are spread over."
+    )
+
+
 def _run_of_model(fields: dict[str, Any]) -> Path:
     """Name the run after the last part of the model's name, as in `org/Llama-8B` or `~/llama-8b.gguf`."""
     name = fields["model"].rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
@@ -90,6 +99,7 @@ class TrainConfig(CommandConfig):
         "micro_batch_size": "Batches and steps",
         "learning_rate": "Optimizer",
         "compute_dtype": "Computation",
+        "strategy": "Devices",
         "output": "Run",
     }
 
@@ -158,6 +168,17 @@ class TrainConfig(CommandConfig):
     )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of the adapter's first weights, dropout and the row order."
+    )
+
+    strategy: Literal["auto", "fsdp", "replicas"] = Field(
+        default="auto",
+        description="What the devices that mesh leaves open are used for: fsdp (each holds a part of the 4-bit weights, "
+        "which are gathered a layer at a time), replicas (each holds all of them), or auto, which is fsdp.",
+    )
+    mesh: MeshConfig = MeshConfig()
+    gradient_compression: Literal["none", "int8", "int4"] = Field(
+        default="none",
+        description="How gradients travel between replicas: as float32, or quantised with error feedback.",
     )
 
     output: FilePath = Field(
