@@ -57,12 +57,26 @@ class Spread:
 
     def put(self, array: jax.Array | np.ndarray) -> Any:
         """Spread a whole array; each device receives its part alone."""
-        host = np.asarray(array)
+        stack = array.shape[:1] if self.flat else ()
+        return self._put(array, stack, self.stored, self.stored_axes)
+
+    def put_layer(self, array: jax.Array | np.ndarray) -> Any:
+        """Spread the array of one layer, for a place in the stack."""
+        return self._put(array, (), self.stored[1:], self.stored_axes[1:])
+
+    def _put(
+        self,
+        array: jax.Array | np.ndarray,
+        stack: tuple[int, ...],
+        stored: tuple[int, ...],
+        axes: tuple[str | None, ...],
+    ) -> Any:
+        numpy = np if isinstance(array, np.ndarray) else jnp
         if self.flat:
-            host = host.reshape(host.shape[0], -1)
-        if host.shape != self.stored:
-            host = np.pad(host, [(0, stored - size) for stored, size in zip(self.stored, host.shape, strict=True)])
-        return self.wrap(jax.device_put(host, self.sharding))
+            array = array.reshape(*stack, -1)
+        if array.shape != stored:
+            array = numpy.pad(array, [(0, size - have) for size, have in zip(stored, array.shape, strict=True)])
+        return self.wrap(jax.device_put(array, named_sharding(self.mesh, axes)))
 
     def zeros(self) -> Any:
         """Return the step's form, filled with zeros in place."""

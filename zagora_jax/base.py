@@ -13,7 +13,7 @@ from models.llama import Llama, linear_modules
 from models.lora import LoRAConfig
 from models.targets import lora_targets
 from zagora_jax.checkpoints.checkpoint import Checkpoint
-from zagora_jax.checkpoints.load import check_tensors, expected_tensors, load_frozen
+from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, check_tensors, expected_tensors, load_frozen
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.checkpoints.synthetic import PREFIX, synthetic_config, synthetic_frozen
 from zagora_jax.config import LoraConfig
@@ -51,11 +51,11 @@ class BaseModel:
         """Count the base model's parameters, as they are before quantisation."""
         return sum(math.prod(tensor.shape) for tensor in expected_tensors(self.model).values())
 
-    def load(self, on_tensor: Callable[[], None] = lambda: None) -> nnx.State:
-        """Put the frozen parameters on the device; `on_tensor` is called after every tensor read."""
+    def load(self, on_tensor: Callable[[], None] = lambda: None, destination: Destination = ONE_DEVICE) -> nnx.State:
+        """Put the frozen parameters on the devices; `on_tensor` is called after every tensor read."""
         if self.checkpoint is None:
-            return synthetic_frozen(self.model, self.seed)
-        return load_frozen(self.checkpoint, self.model, self.quantization, on_tensor)
+            return synthetic_frozen(self.model, self.seed, destination)
+        return load_frozen(self.checkpoint, self.model, self.quantization, on_tensor, destination)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that accompanies the weights."""

@@ -172,7 +172,7 @@ class TrainConfig(CommandConfig):
 
     strategy: Literal["auto", "fsdp", "replicas"] = Field(
         default="auto",
-        description="What the devices that mesh leaves open are used for: fsdp (each holds a part of the 4-bit weights, "
+        description="What the devices that mesh leaves open are for: fsdp (each holds a part of the 4-bit weights, "
         "which are gathered a layer at a time), replicas (each holds all of them), or auto, which is fsdp.",
     )
     mesh: MeshConfig = MeshConfig()

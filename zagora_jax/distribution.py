@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.llama import Llama
-from models.parameters import Adapter, Frozen, by_path
+from models.parameters import Adapter, Frozen, Path, by_path
 from models.placement import Placement
 from sharding.compression import Compression, ErrorFeedback
 from sharding.flat import gather
@@ -20,6 +20,7 @@ from sharding.group import Group
 from sharding.mesh import rows_divisor
 from sharding.rules import named_sharding
 from sharding.spread import UNIT, Spread
+from sharding.targets import compile_for
 from sharding.vocabulary import ShardedVocabulary
 from zagora_jax.data.batches import Batch
 from zagora_jax.optimizer import QuantizedMoment
@@ -112,6 +113,22 @@ class Distribution:
 
         return jax.tree.map(of_array, one)
 
+    def empty(self, path: Path, declared: Any) -> Any:
+        """Return the stack of layers of a frozen parameter, spread, without values yet; a `Destination`'s method."""
+        return jax.tree.map(lambda spread: spread.zeros(), self._frozen_by_path[path])
+
+    def layer(self, path: Path, value: Any) -> Any:
+        """Spread one layer's value of a frozen parameter."""
+        return jax.tree.map(lambda spread, array: spread.put_layer(array), self._frozen_by_path[path], value)
+
+    def whole(self, path: Path, value: Any) -> Any:
+        """Spread a frozen parameter that is not stacked, or a whole stack."""
+        return jax.tree.map(lambda spread, array: spread.put(array), self._frozen_by_path[path], value)
+
+    @cached_property
+    def _frozen_by_path(self) -> dict[Path, Any]:
+        return {path: variable.get_value() for path, variable in by_path(self.frozen).items()}
+
     def put(self, spreads: Any, whole: Any) -> Any:
         """Spread a tree of whole arrays; each device receives its part alone."""
         return jax.tree.map(lambda spread, array: spread.put(array), spreads, whole)
@@ -157,14 +174,17 @@ class Distribution:
         self, step: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
     ) -> jax.stages.Compiled:
         """Compile under shard_map; a step that changes its first argument returns it first, and numbers after it."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
+        mesh = self.mesh.abstract_mesh  # the devices may be absent: see compile_for
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
         everywhere = PartitionSpec()
         out_specs = (specs[0], everywhere) if donated else everywhere
-        mapped = jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-        to_sharding = partial(jax.tree.map, partial(jax.sharding.NamedSharding, self.mesh))
-        jitted = jax.jit(mapped, in_shardings=shardings, out_shardings=to_sharding(out_specs), donate_argnums=donated)
-        return jitted.lower(*arguments).compile()
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        to_sharding = partial(jax.tree.map, partial(NamedSharding, mesh))
+        jitted = jax.jit(
+            mapped, in_shardings=to_sharding(specs), out_shardings=to_sharding(out_specs), donate_argnums=donated
+        )
+        arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
+        return compile_for(self.mesh, jitted, *arguments)
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

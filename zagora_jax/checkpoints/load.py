@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,43 @@ def _check_tied_head(checkpoint: Checkpoint) -> None:
         )
 
 
-def load_frozen(checkpoint: Checkpoint, model: Llama, quantization: str, on_tensor: Callable[[], None]) -> nnx.State:
+class Destination(Protocol):
+    """Where the stored form of a parameter goes, an array or a quantised tensor at a time."""
+
+    def empty(self, path: Path, declared: Any) -> Any:
+        """Return the stack of layers of a parameter, without values yet."""
+
+    def layer(self, path: Path, value: Any) -> Any:
+        """Bring one layer's value into the form that the stack holds."""
+
+    def whole(self, path: Path, value: Any) -> Any:
+        """Bring a parameter that is not stacked, or a whole stack, into its form."""
+
+
+class OneDevice:
+    """Everything stays on the device that it was stored on, as it is."""
+
+    def empty(self, path: Path, declared: Any) -> Any:
+        """Return zeros."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), declared)
+
+    def layer(self, path: Path, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    whole = layer
+
+
+ONE_DEVICE = OneDevice()
+
+
+def load_frozen(
+    checkpoint: Checkpoint,
+    model: Llama,
+    quantization: str,
+    on_tensor: Callable[[], None],
+    destination: Destination,
+) -> nnx.State:
     """Read, quantise and stack the frozen parameters.
 
     While one tensor is quantised on the device, the next is read: two are in host memory at a time, and one, in
@@ -123,6 +159,7 @@ def load_frozen(checkpoint: Checkpoint, model: Llama, quantization: str, on_tens
         model: the declared model.
         quantization: the format of the linear layers' weights, a key of FORMATS, or "none".
         on_tensor: called after every tensor.
+        destination: where the parameters go.
 
     Raises:
         UserError: a tensor holds a number that is not finite.
@@ -136,10 +173,11 @@ def load_frozen(checkpoint: Checkpoint, model: Llama, quantization: str, on_tens
         stored = declared[path].get_value()
         form = quantization if is_quantized(stored) else stored.dtype
         value, is_finite = _store(checkpoint.read(name), form)
-        if layer is not None:
-            stack = values[path] if path in values else jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
-            value = _set_layer(stack, value, layer)
-        values[path] = value
+        if layer is None:
+            values[path] = destination.whole(path, value)
+        else:
+            stack = values[path] if path in values else destination.empty(path, stored)
+            values[path] = _set_layer(stack, destination.layer(path, value), layer)
         _require_finite(checkpoint, previous)
         previous = (name, is_finite)
         on_tensor()

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.llama import Llama
-from models.parameters import Frozen
+from models.parameters import Frozen, by_path
 from models.quantization import is_quantized
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
+from zagora_jax.checkpoints.load import ONE_DEVICE, Destination
 from zagora_jax.errors import UserError
 
 PREFIX = "synthetic:"
@@ -37,14 +38,14 @@ def synthetic_config(name: str) -> dict[str, Any]:
     return config
 
 
-def synthetic_frozen(model: Llama, seed: int) -> nnx.State:
+def synthetic_frozen(model: Llama, seed: int, destination: Destination = ONE_DEVICE) -> nnx.State:
     """Draw every frozen parameter of the declared `model` on the device, in its stored form."""
     root = jax.random.key(seed)
-    flat = nnx.to_flat_state(nnx.state(model, Frozen))
+    declared = by_path(nnx.state(model, Frozen))
     return nnx.from_flat_state(
         [
-            (path, variable.replace(_draw(variable.get_value(), path, jax.random.fold_in(root, i))))
-            for i, (path, variable) in enumerate(flat)
+            (path, variable.replace(destination.whole(path, _draw(variable.get_value(), path, key))))
+            for (path, variable), key in zip(declared.items(), jax.random.split(root, len(declared)), strict=True)
         ]
     )
 
