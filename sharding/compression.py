@@ -10,8 +10,8 @@ Values are quantised in blocks to integers between -L and L (L = 127 or 7) times
 
 - Rounding to the nearest integer errs by at most scale / 2, so the squared error of a block of 32 in 4 bits is at most
   32 / (4 * 7**2) = 0.16 of the block's squared norm: a contraction, which error feedback needs to converge. With
-  blocks of 256 it is none. (Adam on a small LoRA regression with 4 bits, final loss relative to exact
-  sums: 1.06; blocks of 256 1.54; stochastic rounding 1.36; no feedback 1.28.)
+  blocks of 256 it is none. (Measured with Adam on a small LoRA regression in 4 bits, final loss relative to exact
+  sums: 1.06; with blocks of 256 1.54; with stochastic rounding 1.36, 1.15 without feedback; nearest without 1.28.)
 - An integer of 8 bits times a scale with 8 significant bits is exact in float32. So sender and receivers compute the
   same product, whatever the compiler fuses it with, and all devices end up with the same bits.
 
@@ -74,6 +74,12 @@ def all_reduce(
 ) -> tuple[jax.Array, ErrorFeedback]:
     """Sum float32 vectors [n] over the devices of a mesh axis.
 
+    Args:
+        vector: float32[n].
+        errors: the residuals; handed on unread without compression, where None will do.
+        axis_name: the mesh axis.
+        compression: how the vectors travel.
+
     Returns:
         The sum, float32[n], of the same bits on every device; and the new residuals.
     """
@@ -91,7 +97,7 @@ def reduce_scatter(
 
     Args:
         vector: float32[n].
-        residual: [n], what earlier calls have rounded off, in any float dtype.
+        residual: [n], what earlier calls have rounded off, in any float dtype; unread without compression.
         axis_name: the mesh axis.
         compression: how the vectors travel.
 
@@ -120,7 +126,7 @@ def all_gather(
 
     Args:
         chunk: float32[c].
-        residual: [c], what earlier calls have rounded off, in any float dtype.
+        residual: [c], what earlier calls have rounded off, in any float dtype; unread without compression.
         axis_name: the mesh axis.
         compression: how the chunks travel.
 

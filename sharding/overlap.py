@@ -46,15 +46,15 @@ from sharding.compression import AxisName, Compression, ErrorFeedback, all_reduc
 
 
 class ExchangeErrors(NamedTuple):
-    """One device's residuals of an `Exchange`.
+    """One device's residuals of an `Exchange`. Where an exchange has no such phase, or quantises nothing, it is None.
 
     Attributes:
-        scattered: [n], of the reduce-scatter over the shards; [0] without shards.
-        reduced: of the all-reduce over the replicas; empty without replicas.
+        scattered: [n], of the reduce-scatter over the shards.
+        reduced: ErrorFeedback of the all-reduce over the replicas.
     """
 
-    scattered: jax.Array
-    reduced: ErrorFeedback
+    scattered: Any
+    reduced: Any
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,11 @@ class Exchange:
             dtype: of the residuals; see `ErrorFeedback.zeros`.
         """
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(chunks))
-        compressed = self.compression != "none"
-        scattered = jnp.zeros(size * shards if compressed and shards > 1 else 0, dtype)
-        reduced = ErrorFeedback.zeros(size if compressed and replicas > 1 else 0, replicas, dtype)
+        # None, not empty arrays: XLA's CPU compiler (jaxlib 0.11.2) crashes on those in a loop.
+        if self.compression == "none":
+            return ExchangeErrors(None, None)
+        scattered = None if self.shards is None else jnp.zeros(size * shards, dtype)
+        reduced = None if self.replicas is None else ErrorFeedback.zeros(size, replicas, dtype)
         return ExchangeErrors(scattered, reduced)
 
     def gather(self, chunks: Any) -> Any:

@@ -113,7 +113,7 @@ def test_gradients_are_those_of_one_device(layout: str, form: str) -> None:
 
 
 def weighted_sum_layers(layout: str, kind: str, form: str, weights, errors, steps: int = 1, earlier=None):
-    """Exchange the gradients of a loss that is linear in the parameters: exactly the devices' `weights` [devices, L, n].
+    """Exchange gradients that are exactly the devices' `weights` [devices, L, n]: the loss is linear in the parameters.
 
     Returns the gradients [L, n], the new residuals, and the loss of each device's last step.
     """
