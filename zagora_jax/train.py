@@ -12,7 +12,11 @@ def main(config: TrainConfig) -> None:
     from zagora_jax.trainer import train
 
     reporter = Reporter()
-    result = train(config, reporter)
+    try:
+        result = train(config, reporter)
+    except KeyboardInterrupt:
+        reporter.say(f"{config.output}: broken off; the same command with --resume goes on from the last checkpoint")
+        raise
     if result.loss_before is not None and result.loss_after is not None:
         reporter.say(f"eval loss {result.loss_before:.4f} before, {result.loss_after:.4f} after")
     reporter.say(f"adapter: {result.run_directory / 'adapter'}")

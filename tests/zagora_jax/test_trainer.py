@@ -232,6 +232,16 @@ def test_float16_with_8_bit_moments_and_packing_trains(folder, tmp_path):
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
 
 
+def test_an_interrupted_command_says_how_to_go_on(folder, tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.main(configure(folder, tmp_path / "run"))
+    assert "the same command with --resume goes on" in " ".join(capsys.readouterr().out.split())
+
+
 # --- The loop around a step that is made up ---------------------------------------------------------------------------
 
 
