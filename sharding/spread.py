@@ -5,6 +5,7 @@ are cut into equal ranges of rows; what is small (norms, biases, offsets, counte
 multiple of UNIT elements, so that the 8-bit optimizer's blocks of 256 are the same for every number of devices.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -46,6 +47,11 @@ class Spread:
     def sharding(self) -> NamedSharding:
         """Where the stored array lies."""
         return named_sharding(self.mesh, self.stored_axes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that a device holds of the stored array."""
+        return math.prod(self.sharding.shard_shape(self.stored)) * self.whole.dtype.itemsize
 
     def wrap(self, stored: Any) -> Any:
         """Put a stored array into the form that the step takes."""

@@ -18,6 +18,7 @@ from sharding.compression import Compression, ErrorFeedback
 from sharding.flat import gather
 from sharding.group import Group
 from sharding.mesh import rows_divisor
+from sharding.program import collectives, traffic
 from sharding.rules import named_sharding
 from sharding.spread import UNIT, Spread
 from sharding.targets import compile_for
@@ -133,13 +134,13 @@ class Distribution:
         """Spread a tree of whole arrays; each device receives its part alone."""
         return jax.tree.map(lambda spread, array: spread.put(array), spreads, whole)
 
+    def no_errors(self) -> ErrorFeedback | None:
+        """Return the whole residuals before the first step, None where gradients travel as they are."""
+        return jax.tree.map(lambda spread: jnp.zeros(spread.whole.shape, spread.whole.dtype), self._errors())
+
     def put_state(self, whole: TrainState) -> TrainState:
-        """Spread a training state; residuals that are not there begin at zero."""
-        spreads = self.state(whole)
-        if whole.errors is None and spreads.errors is not None:
-            errors = jax.tree.map(lambda spread: spread.zeros(), spreads.errors)
-            return self.put(spreads._replace(errors=None), whole)._replace(errors=errors)
-        return self.put(spreads, whole)
+        """Spread a training state."""
+        return self.put(self.state(whole), whole)
 
     def whole_state(self, state: TrainState, like: TrainState) -> TrainState:
         """Undo `put_state`, on the host: what is saved does not depend on the devices, but for the residuals."""
@@ -148,6 +149,19 @@ class Distribution:
     def put_batch(self, batch: Batch) -> Batch:
         """Spread a batch's rows."""
         return Batch(*(jax.device_put(np.asarray(array), named_sharding(self.mesh, BATCH_AXES)) for array in batch))
+
+    def layout(self, like: TrainState) -> dict[str, Any]:
+        """Return the bytes that each device holds, by kind; `like` gives the shapes of the training state."""
+        state = self.state(like)
+        kinds: dict[str, int] = {"codes": 0, "scales": 0, "embeddings": 0, "other weights": 0}
+        for path, spreads in self._frozen_by_path.items():
+            for leaf_path, spread in jax.tree_util.tree_leaves_with_path(spreads):
+                kinds[_kind(path, leaf_path)] += spread.device_bytes
+        kinds["LoRA"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.adapters))
+        kinds["optimizer"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.optimizer))
+        kinds["residuals"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.errors))
+        names = [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]
+        return {"mesh": dict(self.mesh.shape), "bytes_a_device": dict.fromkeys(names, kinds)}
 
     def compile_step(
         self, step: Callable[[TrainState, nnx.State, Batch], Any], whole: TrainState, batch: Batch
@@ -187,5 +201,21 @@ class Distribution:
         return compile_for(self.mesh, jitted, *arguments)
 
 
+def _kind(path: Path, leaf_path: tuple) -> str:
+    """Name the kind of a frozen array: what it is of its parameter."""
+    field = leaf_path[-1].name if leaf_path else ""
+    if field == "codes":
+        return "codes"
+    if field:
+        return "scales"
+    return "embeddings" if path[-2] in ("embed_tokens", "lm_head") else "other weights"
+
+
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
+
+
+def wire_bytes(compiled: jax.stages.Compiled, mesh: Mesh) -> dict[str, int]:
+    """Return the bytes that a device sends in a step, by kind of collective and mesh axes, read from the program."""
+    moved = traffic(collectives(compiled, mesh.shape))
+    return {f"{kind} over {axes}": round(size) for (kind, axes), size in sorted(moved.items()) if size}

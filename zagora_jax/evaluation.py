@@ -9,13 +9,15 @@ from flax import nnx
 from zagora_jax.config import EvaluateConfig
 from zagora_jax.data.batches import Batch, Batches
 from zagora_jax.data.prepare import evaluation_batches
+from zagora_jax.devices import choose_mesh
+from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.kernels import forward_options
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.step import ForwardOptions, make_evaluation_step
 from zagora_jax.tuned import open_tuned
 
-EvaluationStep = Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]
+EvaluationStep = Callable[[nnx.State, Batch], tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,15 @@ class Evaluation:
 
 
 def compile_evaluation(
-    graph: nnx.GraphDef, options: ForwardOptions, adapters: nnx.State, frozen: nnx.State, batches: Batches
+    graph: nnx.GraphDef, options: ForwardOptions, distribution: Distribution, frozen: nnx.State, batches: Batches
 ) -> EvaluationStep:
-    """Compile the evaluation of batches of one shape."""
-    step = make_evaluation_step(graph, options)
-    return jax.jit(step).lower(adapters, frozen, batches.abstract()).compile()
+    """Compile the evaluation of batches of one shape, over frozen parameters that are spread already."""
+    step = make_evaluation_step(graph, options, distribution.placement, distribution.group)
+    compiled = distribution.compile_evaluation(step, batches.abstract())
+    return lambda adapters, batch: compiled(adapters, frozen, distribution.put_batch(batch))
 
 
-def evaluate(step: EvaluationStep, adapters: nnx.State, frozen: nnx.State, batches: Iterable[Batch]) -> Evaluation:
+def evaluate(step: EvaluationStep, adapters: nnx.State, batches: Iterable[Batch]) -> Evaluation:
     """Divide the loss summed over all batches by the number of all supervised tokens, however rows are batched.
 
     Raises:
@@ -42,7 +45,7 @@ def evaluate(step: EvaluationStep, adapters: nnx.State, frozen: nnx.State, batch
     """
     total, count = 0.0, 0
     for batch in batches:
-        batch_total, batch_count = step(adapters, frozen, batch)
+        batch_total, batch_count = step(adapters, batch)
         total, count = total + float(batch_total), count + int(batch_count)
     if not count:
         raise ValueError("no supervised token in the evaluation data")
@@ -58,10 +61,11 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     tuned = open_tuned(config.run, config.checkpoint)
     options = {"micro_batch_size": config.micro_batch_size, "sequence_length": config.sequence_length}
     run_config = tuned.config.model_copy(update={name: value for name, value in options.items() if value is not None})
-    batches = evaluation_batches(run_config, tuned.base, reporter, config.data)
+    distribution = Distribution(choose_mesh(run_config), tuned.base.model)
+    batches = evaluation_batches(run_config, tuned.base, distribution.rows_divisor, reporter, config.data)
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data; give --data")
     with reporter.counting("reading and quantising tensors", tuned.base.tensor_count()) as count:
-        frozen = tuned.base.load(count.advance)
-    step = compile_evaluation(tuned.graph, forward_options(run_config, tuned.base), tuned.adapters, frozen, batches)
-    return evaluate(step, tuned.adapters, frozen, batches.epoch(0))
+        frozen = tuned.base.load(count.advance, distribution)
+    step = compile_evaluation(tuned.graph, forward_options(run_config, tuned.base), distribution, frozen, batches)
+    return evaluate(step, distribution.put(distribution.adapters, tuned.adapters), batches.epoch(0))

@@ -25,6 +25,8 @@ FREE_OPTIONS = {
     "keep_checkpoints",
     "resume",
     "remat",
+    "strategy",  # where arrays lie changes no number but by the order of sums
+    "mesh",  # likewise; how many rows a step has is compared with the data
 }
 
 

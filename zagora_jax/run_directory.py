@@ -37,6 +37,11 @@ class RunDirectory:
         return self.path / "report.json"
 
     @property
+    def layout(self) -> Path:
+        """Where the arrays lie: bytes a device, by kind."""
+        return self.path / "layout.json"
+
+    @property
     def checkpoints(self) -> Path:
         """The states to resume from."""
         return self.path / "checkpoints"
@@ -88,6 +93,10 @@ class RunDirectory:
     def read_report(self) -> dict[str, Any]:
         """Read report.json; empty where there is none yet."""
         return read_json_object(self.report) if self.report.exists() else {}
+
+    def write_layout(self, layout: Mapping[str, Any]) -> None:
+        """Write layout.json."""
+        write_bytes(self.layout, (json.dumps(layout, indent=2) + "\n").encode())
 
     def update_report(self, entries: Mapping[str, Any]) -> None:
         """Add `entries` to report.json."""

@@ -10,16 +10,20 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 import zagora_jax
 from models.lora import initial_adapter
 from models.parameters import split
+from sharding.program import memory
 from zagora_jax.adapter import adapted_modules, save_adapter
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
+from zagora_jax.devices import choose_mesh
+from zagora_jax.distribution import Distribution, wire_bytes
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
 from zagora_jax.kernels import forward_options
@@ -71,9 +75,10 @@ class _Run:
             seed=config.seed,
         )
         self.graph, self.declared_frozen, self.declared_adapters = split(self.base.model)
+        self.distribution = Distribution(choose_mesh(config), self.base.model, config.gradient_compression)
         self.options = forward_options(config, self.base)
-        self.batches = training_batches(config, self.base, reporter)
-        self.eval_batches = evaluation_batches(config, self.base, reporter)
+        self.batches = training_batches(config, self.base, self.distribution.rows_divisor, reporter)
+        self.eval_batches = evaluation_batches(config, self.base, self.distribution.rows_divisor, reporter)
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
         self.schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, self.total_steps)
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
@@ -91,11 +96,11 @@ class _Run:
         self._open_directory()
         frozen = self._load()
         state = self._initial_state()
-        measure = self._compile_evaluation(state, frozen)
+        measure = self._compile_evaluation(frozen)
         if self.saved is None:
             self._evaluate(measure, state, "loss_before")
         if self.first_step < self.total_steps:
-            state = self._loop(self._compile_step(state, frozen), measure, state)
+            state = self._loop(self._compile_step(frozen), measure, state)
         self._evaluate(measure, state, "loss_after")
         return self._result()
 
@@ -137,9 +142,10 @@ class _Run:
             "weights": f"{config.quantization}, {frozen_bytes / GIB:.2f} GiB",
             "adapter": f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
             "adapted": f"{len(modules)} modules: {names}",
-            "device": f"{jax.devices()[0].device_kind} ({jax.default_backend()})",
+            "devices": _describe(self.distribution.mesh),
             "computation": f"{config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}",
-            "optimizer step": f"{config.gradient_accumulation_steps} x {config.micro_batch_size} x "
+            "optimizer step": f"{config.gradient_accumulation_steps} x "
+            f"{config.micro_batch_size * self.distribution.rows_divisor} x "
             f"{self.batches.width} tokens, {config.optimizer}, {config.schedule} schedule",
             "steps": f"{self.total_steps}" + (f", going on from {self.first_step}" if self.first_step else ""),
             "run directory": str(self.directory.path),
@@ -147,23 +153,28 @@ class _Run:
 
     def _load(self) -> nnx.State:
         with self.reporter.counting("reading and quantising tensors", self.base.tensor_count()) as count:
-            return self.base.load(count.advance)
+            return self.base.load(count.advance, self.distribution)
 
-    def _initial_state(self) -> TrainState:
-        """Return the state to go on from: a new one, or the saved one."""
+    def _new_state(self) -> TrainState:
+        """Return the whole state before the first step, on one device."""
         adapters = initial_adapter(self.declared_adapters, self.config.seed)
         state = initial_state(adapters, self.optimizer, self.config.compute_dtype)
-        if self.saved is None:
-            return state
-        with SavedStates(self.directory.checkpoints) as states:
-            return states.restore(self.saved.step, state)
+        return state._replace(errors=self.distribution.no_errors())
 
-    def _compile_evaluation(self, state: TrainState, frozen: nnx.State) -> Measure | None:
+    def _initial_state(self) -> TrainState:
+        """Return the state to go on from, spread over the devices: a new one, or the saved one."""
+        whole = self._new_state()
+        if self.saved is not None:
+            with SavedStates(self.directory.checkpoints) as states:
+                whole = states.restore(self.saved.step, whole)
+        return self.distribution.put_state(whole)
+
+    def _compile_evaluation(self, frozen: nnx.State) -> Measure | None:
         if self.eval_batches is None:
             return None
         batches = self.eval_batches
-        step = compile_evaluation(self.graph, self.options, state.adapters, frozen, batches)
-        return lambda state: evaluate(step, state.adapters, frozen, batches.epoch(0))
+        step = compile_evaluation(self.graph, self.options, self.distribution, frozen, batches)
+        return lambda state: evaluate(step, state.adapters, batches.epoch(0))
 
     def _evaluate(self, measure: Measure | None, state: TrainState, name: str) -> None:
         """Put the loss on eval-data, where there is any, in the report as `name`."""
@@ -173,9 +184,9 @@ class _Run:
         self.directory.update_report({name: result.loss, "eval_supervised_tokens": result.supervised_tokens})
         self.reporter.say(f"eval loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
 
-    def _compile_step(self, state: TrainState, frozen: nnx.State) -> Step:
+    def _compile_step(self, frozen: nnx.State) -> Step:
         """Compile the train step once and for all: the result refuses other shapes instead of compiling again."""
-        config = self.config
+        config, distribution = self.config, self.distribution
         step = make_train_step(
             self.graph,
             self.optimizer,
@@ -183,15 +194,26 @@ class _Run:
             self.options,
             max_grad_norm=config.max_grad_norm,
             dropout_seed=config.seed if config.lora.dropout else None,
+            placement=distribution.placement,
+            group=distribution.group,
         )
         started = time.perf_counter()
-        compiled = jax.jit(step, donate_argnums=0).lower(state, frozen, self.batches.abstract()).compile()
-        memory = compiled.memory_analysis()
-        assert memory is not None  # CPUs and GPUs tell
-        planned = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / GIB
-        self.reporter.say(f"compiled in {time.perf_counter() - started:.1f} s; the step needs {planned:.2f} GiB")
+        compiled = distribution.compile_step(step, jax.eval_shape(self._new_state), self.batches.abstract())
+        planned = memory(compiled).peak / GIB
+        self.reporter.say(
+            f"compiled in {time.perf_counter() - started:.1f} s; the step needs {planned:.2f} GiB a device"
+        )
         self.directory.update_report({"planned_memory_gib": planned})
-        return lambda state, batch: compiled(state, frozen, batch)
+        self._report_layout(compiled)
+        return lambda state, batch: compiled(state, frozen, distribution.put_batch(batch))
+
+    def _report_layout(self, compiled: jax.stages.Compiled) -> None:
+        """Write down where the arrays are, and say what crosses between devices in a step."""
+        layout = self.distribution.layout(jax.eval_shape(self._new_state))
+        layout["wire_bytes_a_step"] = wire = wire_bytes(compiled, self.distribution.mesh)
+        self.directory.write_layout(layout)
+        for name, size in wire.items():
+            self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
 
     def _loop(self, step: Step, measure: Measure | None, state: TrainState) -> TrainState:
         config, first, last = self.config, self.first_step, self.total_steps
@@ -203,7 +225,7 @@ class _Run:
             self.reporter.training(last, first, config.log_every) as bar,
         ):
             if first:
-                self._save_adapter(state)
+                self._save_adapter(self.distribution.whole_state(state, jax.eval_shape(self._new_state)))
             for number in range(first + 1, last + 1):
                 state, metrics = self._step(step, state, number)
                 skipped = 0 if metrics["finite"] else skipped + 1
@@ -241,23 +263,30 @@ class _Run:
             )
 
     def _save(self, states: StateWriter, state: TrainState) -> None:
+        whole = self.distribution.whole_state(state, jax.eval_shape(self._new_state))
         # The adapter first: a state that is there always has its adapter beside it.
-        self._save_adapter(state)
-        states.save(state, asdict(replace(self.progress, data=self.iterator.get_state())))
+        self._save_adapter(whole)
+        states.save(whole, asdict(replace(self.progress, data=self.iterator.get_state())))
 
-    def _save_adapter(self, state: TrainState) -> None:
+    def _save_adapter(self, whole: TrainState) -> None:
         save_adapter(
             self.directory.adapter,
             self.base.model,
-            state.adapters,
+            whole.adapters,
             self.config.lora,
             self.config.with_absolute_paths().model,
-            trained=int(state.updates) > (1 if self.config.warmup_steps else 0),  # a warm-up's first rate is 0
+            trained=int(whole.updates) > (1 if self.config.warmup_steps else 0),  # a warm-up's first rate is 0
         )
 
     def _result(self) -> TrainResult:
         report = self.directory.read_report()
         return TrainResult(self.directory.path, self.total_steps, report.get("loss_before"), report.get("loss_after"))
+
+
+def _describe(mesh: Mesh) -> str:
+    device = mesh.devices.flat[0]
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    return f"{mesh.size} x {device.device_kind} ({device.platform})" + (f", {axes}" if axes else "")
 
 
 def _versions() -> dict[str, str]:

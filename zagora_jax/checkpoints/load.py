@@ -100,12 +100,12 @@ def _check_tied_head(checkpoint: Checkpoint) -> None:
     problem = f"{checkpoint.name}: config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING}"
     if head.shape != embedding.shape:
         raise UserError(f"{problem} have shapes {head.shape} and {embedding.shape}")
-    difference = 0.0
+    difference = np.float32(0)
     for start in range(0, head.shape[0], COMPARED_ROWS):
         rows = (start, min(start + COMPARED_ROWS, head.shape[0]))
         ours, theirs = (checkpoint.read_rows(name, *rows).astype(np.float32) for name in (HEAD, EMBEDDING))
-        difference = max(difference, float(np.abs(ours - theirs).max()))
-    if difference:
+        difference = np.maximum(difference, np.abs(ours - theirs).max())  # unlike max(), it keeps NaN
+    if difference != 0:
         raise UserError(
             f"{problem} differ (largest difference {difference:.3g}). Set tie_word_embeddings to false to keep both, "
             f"or remove {HEAD}"

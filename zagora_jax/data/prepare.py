@@ -15,10 +15,17 @@ from zagora_jax.errors import UserError
 from zagora_jax.reporting.progress import Reporter
 
 
-def training_batches(config: TrainConfig, base: BaseModel, reporter: Reporter) -> Batches:
-    """Tokenise the training rows, or draw random ones for a synthetic model, and lay them out in batches."""
+def training_batches(config: TrainConfig, base: BaseModel, replicas: int, reporter: Reporter) -> Batches:
+    """Tokenise the training rows, or draw random ones for a synthetic model, and lay them out in batches.
+
+    Args:
+        config: the options.
+        base: whose tokenizer reads the rows.
+        replicas: how many devices have rows of their own; each has micro_batch_size of them.
+        reporter: told what became of the rows.
+    """
     if base.synthetic:
-        examples = _random_examples(config, base.model.config.vocab_size)
+        examples = _random_examples(config, base.model.config.vocab_size, replicas)
     elif config.data is None:
         raise UserError("data is required: give --data on the command line, or data: in the YAML file")
     else:
@@ -27,14 +34,14 @@ def training_batches(config: TrainConfig, base: BaseModel, reporter: Reporter) -
         examples,
         sequence_length=config.sequence_length,
         packing=config.packing,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=config.micro_batch_size * replicas,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         seed=config.seed,
     )
 
 
 def evaluation_batches(
-    config: TrainConfig, base: BaseModel, reporter: Reporter, files: Sequence[Path] | None = None
+    config: TrainConfig, base: BaseModel, replicas: int, reporter: Reporter, files: Sequence[Path] | None = None
 ) -> Batches | None:
     """Tokenise the rows of `files`, or else of eval_data, in their own order; None where there are none."""
     files = files or config.eval_data
@@ -44,7 +51,7 @@ def evaluation_batches(
         _tokenize(files, config, base, reporter, "eval data"),
         sequence_length=config.sequence_length,
         packing=config.packing,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=config.micro_batch_size * replicas,
         shuffle=False,
     )
 
@@ -56,7 +63,7 @@ def _tokenize(files: Sequence[Path], config: TrainConfig, base: BaseModel, repor
     return data.examples
 
 
-def _random_examples(config: TrainConfig, vocab_size: int) -> Examples:
+def _random_examples(config: TrainConfig, vocab_size: int, replicas: int) -> Examples:
     """Draw rows of random tokens, one for every sequence of a run, all supervised and of full length."""
     if config.data is not None or config.eval_data is not None:
         raise UserError(
@@ -66,7 +73,7 @@ def _random_examples(config: TrainConfig, vocab_size: int) -> Examples:
     if config.max_steps is None:
         raise UserError(f"--model {config.model}: random tokens have no epochs; give --max-steps")
     rng = np.random.default_rng(config.seed)
-    rows = config.max_steps * config.micro_batch_size * config.gradient_accumulation_steps
+    rows = config.max_steps * config.micro_batch_size * replicas * config.gradient_accumulation_steps
     width = config.sequence_length
     return Examples.of(
         Example(
