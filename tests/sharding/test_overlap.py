@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import collectives
-from jax.sharding import AxisType, PartitionSpec
+from absent_gpus import needs_plugin
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.overlap import Exchange, begin_deferred, exchange_deferred, exchange_in_backward
+from sharding.program import collectives
+from sharding.targets import absent_devices, compile_for
 
 LAYERS, ROWS, WIDTH = 3, 12, 5
 BATCH = 4
@@ -25,8 +27,9 @@ MESHES = {
 
 @pytest.fixture(autouse=True)
 def _devices(request: pytest.FixtureRequest) -> None:
-    if not eight_devices.available() and request.function is not test_on_eight_devices:
-        pytest.skip("run by test_on_eight_devices")
+    outside = request.function in (test_on_eight_devices, test_on_gpus_a_deferred_exchange_runs_under_computations)
+    if outside == eight_devices.available():
+        pytest.skip("run outside" if outside else "run by test_on_eight_devices")
 
 
 def test_on_eight_devices() -> None:
@@ -57,10 +60,13 @@ def run_layers(layer, x, chunks, errors, earlier, exchange: Exchange, form: str)
     return jax.lax.scan(remat(body), x, (chunks, errors, earlier))[0]
 
 
+def make_mesh(devices, replicas: int, shards: int) -> Mesh:
+    grid = np.array(devices[: replicas * shards]).reshape(replicas, shards)
+    return Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
 def on_mesh(function, replicas: int, shards: int, in_specs, out_specs):
-    devices = jax.devices()[: replicas * shards]
-    axes = (AxisType.Auto, AxisType.Auto)
-    mesh = jax.make_mesh((replicas, shards), ("data", "fsdp"), axis_types=axes, devices=devices)
+    mesh = make_mesh(jax.devices(), replicas, shards)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
@@ -207,11 +213,13 @@ def mlp_gradient(form: str, kind: str):
 @pytest.mark.parametrize("form", ["plain", "deferred"])
 def test_layers_exchange_one_compressed_message_a_phase_in_the_loop(form: str) -> None:
     step, arguments = mlp_gradient(form, "int4")
-    found = collectives(step.lower(*arguments).compile().as_text())
-    assert sorted(c.kind for c in found if c.in_loop) == ["all-gather", "all-to-all"]
-    assert {dtype for c in found for dtype, _ in c.arrays} == {"u8"}
-    # The bottom layer's gradient is exchanged behind the loop.
-    assert len(found) == {"plain": 2, "deferred": 4}[form]
+    found = collectives(step.lower(*arguments).compile())
+    assert {c.dtype for c in found} == {"u8"}
+    # A deferred exchange is that of the layer above; the bottom layer's follows behind the loop.
+    exchanges = {"plain": {LAYERS}, "deferred": {LAYERS, 1}}[form]
+    for kind in ("all-to-all", "all-gather"):
+        assert {c.loop_trips for c in found if c.kind == kind} == exchanges
+    assert {c.kind for c in found} == {"all-to-all", "all-gather"}
 
 
 @pytest.mark.parametrize(("form", "waits_for_compute"), [("plain", True), ("deferred", False)])
@@ -258,3 +266,42 @@ def depends(program, operation: str, on: str) -> bool:
             tainted.update(id(variable) for variable in equation.outvars)
     assert found, f"no {operation} at the top level"
     return any(found)
+
+
+@needs_plugin
+@pytest.mark.parametrize(("form", "hidden"), [("plain remat", False), ("deferred remat", True)])
+def test_on_gpus_a_deferred_exchange_runs_under_computations(form: str, hidden: bool) -> None:
+    """Read from the schedule compiled for four absent RTX 4090s, of layers [1024 -> 4096 -> 1024] on 2048 rows each."""
+    width, inner, rank = 1024, 4096, 16
+    mesh = make_mesh(absent_devices("rtx4090", 4), 4, 1)
+    exchange = Exchange("int4", replicas="data")
+
+    def local(lora, errors, frozen, x):
+        def layer(carry, lora):
+            x, index = carry
+            up, down = (weight[index] for weight in frozen)
+            return x + jax.nn.silu(x @ up + (x @ lora["a"]) @ lora["b"]) @ down, index + 1
+
+        def loss(lora, errors):
+            return jnp.sum(run_layers(layer, (x, jnp.int32(0)), lora, errors, None, exchange, form)[0] ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(lora, errors)
+
+    abstract = jax.ShapeDtypeStruct
+    lora = {"a": abstract((LAYERS, width, rank), jnp.float32), "b": abstract((LAYERS, rank, inner), jnp.float32)}
+    errors = jax.eval_shape(lambda: stacked_no_errors(lora, 4, 1, exchange))
+    frozen = (abstract((LAYERS, width, inner), jnp.float32), abstract((LAYERS, inner, width), jnp.float32))
+    specs = (PartitionSpec(), OWN, PartitionSpec(), OWN)
+    over = mesh.abstract_mesh
+    step = jax.jit(
+        jax.shard_map(local, mesh=over, in_specs=specs, out_specs=(PartitionSpec(), OWN), check_vma=False),
+        in_shardings=jax.tree.map(functools.partial(NamedSharding, over), specs),
+        compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True},
+    )
+    compiled = compile_for(mesh, step, lora, errors, frozen, abstract((4 * 2048, width), jnp.float32))
+    in_loop = [c for c in collectives(compiled) if c.loop_trips != 1]
+    assert {c.dtype for c in in_loop} == {"u8"}
+    under = {c.kind: any("gemm" in i.name or "dot" in i.name for i in c.overlapped) for c in in_loop}
+    assert set(under) == {"all-to-all", "all-gather"}
+    assert under["all-to-all"] is hidden
+    assert under["all-gather"] or not hidden
