@@ -40,7 +40,7 @@ def test_the_loss_is_that_of_transformers_and_peft(run, measured):
     config = run.read_config()
     base = open_base(config.model, quantization="none", dtype="float32", lora=config.lora)
     total = count = 0.0
-    for batch in evaluation_batches(config, base, recorder()[0]).epoch(0):
+    for batch in evaluation_batches(config, base, 1, recorder()[0]).epoch(0):
         logits = transformers_logits(run.path.parent / "model", batch.tokens[0], adapter=run.adapter).astype(float)
         logits -= logits.max(axis=-1, keepdims=True)
         losses = (
@@ -90,16 +90,16 @@ def test_the_command_prints_the_loss(run, measured, capsys):
 def sums(totals_and_counts):
     """Batches, and a step that gives each its loss sum and its number of targets."""
     batches = [Batch(tokens=each, targets=0, weights=0, segment_ids=0, positions=0) for each in totals_and_counts]
-    return (lambda _adapters, _frozen, batch: batch.tokens), batches
+    return (lambda _adapters, batch: batch.tokens), batches
 
 
 def test_the_loss_is_sum_over_count_and_no_mean_of_means():
     """A batch without targets counts for nothing."""
     step, batches = sums([(5.0, 1), (9.0, 9), (0.0, 0)])
-    assert evaluate(step, None, None, batches) == Evaluation(loss=1.4, supervised_tokens=10)
+    assert evaluate(step, None, batches) == Evaluation(loss=1.4, supervised_tokens=10)
 
 
 def test_no_targets_at_all_are_an_error():
     step, batches = sums([(0.0, 0), (0.0, 0)])
     with pytest.raises(ValueError, match="no supervised token"):
-        evaluate(step, None, None, batches)
+        evaluate(step, None, batches)

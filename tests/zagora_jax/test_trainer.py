@@ -84,8 +84,8 @@ def run(folder):
         events.append("step")
         return take_step(self, step, state, number)
 
-    def observed_load(self, on_tensor):
-        frozen.append(load(self, on_tensor))
+    def observed_load(self, on_tensor, destination):
+        frozen.append(load(self, on_tensor, destination))
         before.extend(as_bytes(frozen[0]))
         return frozen[0]
 
@@ -160,6 +160,7 @@ def test_nothing_else_is_left(run):
         "config.yaml",
         "metrics.jsonl",
         "report.json",
+        "layout.json",
         "checkpoints",
         "adapter",
     }
