@@ -27,22 +27,13 @@ from models.linear import Linear
 from models.lora import LoRAConfig
 from models.parameters import Frozen, split
 from models.placement import LOCAL, Fetch, Placement, identity
+from models.remat import scan_layers
 from models.rope import apply_rope, rope_tables
 from models.vocabulary import WHOLE_VOCABULARY, Vocabulary, look_up
 
 # Attends to q [B, Q, H, D], k and v [B, Q, KV, D] of the present tokens. The second result is whatever the caller
 # wants to keep of the layer, stacked over layers: nothing in training, the extended cache in generation.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-
-_save_named_attention = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_statistics")
-
-
-def _save_attention(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Keep what attention's backward pass needs of its forward pass: by name, or as cuDNN's own outputs."""
-    return "dot_product_attention" in primitive.name or _save_named_attention(primitive, *args, **params)
-
-
-REMAT_POLICIES = {"full": jax.checkpoint_policies.nothing_saveable, "attention": _save_attention}
 
 
 @dataclass(frozen=True)
@@ -186,7 +177,7 @@ class Llama(nnx.Module):
             segment_ids: int32 [B, S], which row a token of a packed sequence belongs to (0: padding), or None where
                 each sequence is one row, padded at its end.
             kernel: the attention kernel, see `models.attention.choose_kernel`.
-            remat: "none", or a key of REMAT_POLICIES: what a layer's backward pass computes again.
+            remat: one of `models.remat.REMATS`: what the backward pass computes again.
             dropout_keys: keys [B], one a row, that switch the adapters' dropout on.
             placement: reaches parameters that are spread over devices.
 
@@ -253,10 +244,8 @@ class Llama(nnx.Module):
                 context = replace(context, dropout_keys=layer_keys)
             return nnx.merge(graph, frozen, adapters)(x, context)
 
-        if remat != "none":
-            body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
         indices = jnp.arange(self.config.num_layers)
-        x, kept = jax.lax.scan(body, x, (indices, frozen, adapters, per_layer))
+        x, kept = scan_layers(body, x, (indices, frozen, adapters, per_layer), remat)
         return self.model.norm(x), kept
 
 

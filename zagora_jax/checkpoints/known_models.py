@@ -55,4 +55,5 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
         3072, 28, 24, 8, 8192, 128256, 131072, rope_scaling=_LLAMA_32_ROPE, tie_word_embeddings=True, head_dim=128
     ),
     "llama-3.3-70b": _llama(8192, 80, 64, 8, 28672, 128256, 131072, rope_scaling=_LLAMA_31_ROPE),
+    "mistral-large-2-123b": _llama(12288, 88, 96, 8, 28672, 32768, 131072, rope_theta=1000000.0),
 }
