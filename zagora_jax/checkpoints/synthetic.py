@@ -1,6 +1,7 @@
 """Random weights of a known size, made in place on the device: for planning and benchmarks, never for use."""
 
 import difflib
+import math
 import re
 from functools import partial
 from typing import Any
@@ -8,11 +9,13 @@ from urllib.parse import parse_qsl
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.llama import Llama
-from models.parameters import Frozen, by_path
-from models.quantization import is_quantized
+from models.parameters import Frozen, Path, by_path
+from models.quantization import nf4
+from models.quantization.nf4 import NF4Tensor
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.load import ONE_DEVICE, Destination
 from zagora_jax.errors import UserError
@@ -21,6 +24,7 @@ PREFIX = "synthetic:"
 
 # Of the weights made: near what trained checkpoints have, so that activations stay finite.
 STANDARD_DEVIATION = 0.02
+ROWS_DRAWN_TOGETHER = 256  # or the largest part of them that divides all rows
 
 
 def synthetic_config(name: str) -> dict[str, Any]:
@@ -50,36 +54,46 @@ def synthetic_frozen(model: Llama, seed: int, destination: Destination = ONE_DEV
     )
 
 
-def _draw(declared: Any, path: tuple, key: jax.Array) -> Any:
+def _draw(declared: Any, path: Path, key: jax.Array) -> Any:
     if "norm" in path[-2]:
         return jnp.ones(declared.shape, declared.dtype)
-    if not is_quantized(declared):
-        return _normal(key, declared.shape, declared.dtype)
-    # Second-level scales of one absmax everywhere: codes of the table have a standard deviation near 0.55.
-    absmax = STANDARD_DEVIATION / 0.55
-    return jax.tree_util.tree_map_with_path(
-        lambda leaf_path, leaf: _draw_quantized(leaf_path[-1].name, leaf, key, absmax), declared
+    if isinstance(declared, NF4Tensor):
+        return _draw_nf4(declared, key)
+    return _draw_normal(key, declared.shape, declared.dtype)
+
+
+def _draw_nf4(declared: NF4Tensor, key: jax.Array) -> NF4Tensor:
+    """Draw all codes alike, and scales of one magnitude but both signs: the mean of the table is not zero."""
+    of_codes, of_signs = jax.random.split(key)
+    scale = STANDARD_DEVIATION / float(np.sqrt(np.mean(nf4.TABLE**2)))
+    return NF4Tensor(
+        codes=_draw_bytes(of_codes, declared.codes.shape),
+        absmax=_draw_bytes(of_signs, declared.absmax.shape) // 128 * 255,  # the map's ends, close to -1 and 1
+        nested_absmax=jnp.full(declared.nested_absmax.shape, scale, jnp.float32),
+        offset=jnp.zeros(declared.offset.shape, jnp.float32),
+        shape=declared.shape,
     )
 
 
-def _draw_quantized(field: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, absmax: float) -> jax.Array:
-    match field:
-        case "codes" | "absmax":
-            return _bytes(jax.random.fold_in(key, len(field)), leaf.shape)
-        case "offset":
-            return jnp.full(leaf.shape, absmax, leaf.dtype)
-        case _:
-            return jnp.full(leaf.shape, absmax / 8, leaf.dtype)
-
-
 @partial(jax.jit, static_argnums=1)
-def _bytes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jax.lax.map(lambda k: jax.random.bits(k, shape[1:], jnp.uint8), jax.random.split(key, shape[0]))
+def _draw_bytes(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Draw uint8 [layers, bytes], a layer at a time and four bytes together."""
+    layers, count = shape
+
+    def layer(key: jax.Array) -> jax.Array:
+        words = jax.random.bits(key, (-(-count // 4),), jnp.uint32)
+        return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:count]
+
+    return jax.lax.map(layer, jax.random.split(key, layers))
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    def row(k: jax.Array) -> jax.Array:
-        return (jax.random.normal(k, shape[1:]) * STANDARD_DEVIATION).astype(dtype)
+def _draw_normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Draw an array, some rows at a time, so that float32 copies stay small."""
+    rows = math.prod(shape[:-1])
+    together = math.gcd(rows, ROWS_DRAWN_TOGETHER)
 
-    return jax.lax.map(row, jax.random.split(key, shape[0]), batch_size=1024)
+    def block(key: jax.Array) -> jax.Array:
+        return (jax.random.normal(key, (together, shape[-1])) * STANDARD_DEVIATION).astype(dtype)
+
+    return jax.lax.map(block, jax.random.split(key, rows // together)).reshape(shape)
