@@ -1,5 +1,6 @@
 """What a model is made of, read from a Hugging Face configuration."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive_number(config, "rms_norm_eps", 1e-6),
             max_positions=max_positions,
             rope=RopeConfig.from_hf(config, head_dim, max_positions),
             tie_embeddings=_flag(config, "tie_word_embeddings"),
@@ -94,6 +95,13 @@ def _positive(config: Mapping[str, Any], key: str, default: Any = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config.json: {key} must be a positive integer, found {value!r}")
     return value
+
+
+def _positive_number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key} must be a positive number, found {value!r}")
+    return float(value)
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
