@@ -162,9 +162,11 @@ class TrainConfig(CommandConfig):
         description="The attention kernel: chunked (portable), cudnn (NVIDIA GPUs), reference (holds all scores; "
         "for tests), or auto, which takes the fastest that fits and prints which.",
     )
-    remat: Literal["full", "attention", "none"] = Field(
+    remat: Literal["full", "attention", "offload", "nested", "none"] = Field(
         default="full",
-        description="What the backward pass computes again to save memory: full (the whole layer), attention, or none.",
+        description="What the backward pass computes again to save memory: full (a layer, from its input), attention (as "
+        "full, but attention's results are kept), offload (as full, with the inputs in pinned host memory), nested "
+        "(also most of the inputs: least device memory with none on the host, a third slower), or none.",
     )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of the adapter's first weights, dropout and the row order."
@@ -179,6 +181,10 @@ class TrainConfig(CommandConfig):
     gradient_compression: Literal["none", "int8", "int4"] = Field(
         default="none",
         description="How gradients travel between replicas: as float32, or quantised with error feedback.",
+    )
+
+    device_memory_limit: float | None = Field(
+        default=None, gt=0, description="GiB of each GPU's memory that may be used at most, for all arrays together."
     )
 
     output: FilePath = Field(

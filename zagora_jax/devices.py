@@ -1,14 +1,43 @@
 """The mesh that a run's options ask for."""
 
 import math
+import os
 from collections.abc import Sequence
 
 import jax
+import pynvml
 from jax.sharding import Mesh
 
 from sharding.mesh import AXES, make_mesh
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
+from zagora_jax.reporting.sensors import GIB
+
+
+def limit_memory(gib: float) -> None:
+    """Cap what XLA's allocator takes of each GPU; to be called before anything else uses a device.
+
+    Raises:
+        UserError: there is no GPU, or its memory is in use by this process already, so that the cap came too late.
+    """
+    try:
+        pynvml.nvmlInit()
+        totals = [
+            pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).total
+            for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+    except pynvml.NVMLError as error:
+        raise UserError(f"--device-memory-limit {gib:g}: needs an NVIDIA GPU, and none was found ({error})") from error
+    fraction = gib * GIB / max(totals)
+    if fraction < 1:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.6f}"
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None or limit > gib * GIB * 1.01:
+        found = "a CPU" if limit is None else f"a limit of {limit / GIB:.1f} GiB"
+        raise UserError(
+            f"--device-memory-limit {gib:g}: could not be set, found {found}. In a program, nothing may use JAX before "
+            "train() is called; elsewhere, set XLA_PYTHON_CLIENT_MEM_FRACTION"
+        )
 
 
 def choose_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

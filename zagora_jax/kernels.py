@@ -3,6 +3,7 @@
 import jax
 
 from models.attention import choose_kernel
+from models.remat import group_count
 from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
@@ -10,10 +11,10 @@ from zagora_jax.step import ForwardOptions
 
 
 def forward_options(config: TrainConfig, base: BaseModel) -> ForwardOptions:
-    """Resolve "auto", and refuse a kernel that cannot do what is asked.
+    """Resolve "auto", and refuse what cannot be done.
 
     Raises:
-        UserError: says why the kernel cannot be used.
+        UserError: says why the kernel cannot be used, or the layers cannot be nested.
     """
     try:
         kernel = choose_kernel(
@@ -23,6 +24,8 @@ def forward_options(config: TrainConfig, base: BaseModel) -> ForwardOptions:
             dtype=config.compute_dtype,
             head_dim=base.model.config.head_dim,
         )
+        if config.remat == "nested":
+            group_count(base.model.config.num_layers)
     except ValueError as error:
-        raise UserError(f"--attention: {error}") from error
+        raise UserError(str(error)) from error
     return ForwardOptions(kernel=kernel, remat=config.remat, segmented=config.packing)

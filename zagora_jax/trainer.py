@@ -22,7 +22,7 @@ from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
-from zagora_jax.devices import choose_mesh
+from zagora_jax.devices import choose_mesh, limit_memory
 from zagora_jax.distribution import Distribution, wire_bytes
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
@@ -64,6 +64,8 @@ class _Run:
 
     def __init__(self, config: TrainConfig, reporter: Reporter):
         self.config, self.reporter = config, reporter
+        if config.device_memory_limit is not None:
+            limit_memory(config.device_memory_limit)
         self.directory = RunDirectory(config.output)
         if not config.resume:
             self.directory.require_free()
@@ -82,6 +84,7 @@ class _Run:
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
         self.schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, self.total_steps)
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
+        self.state_shapes = jax.eval_shape(self._new_state)
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps)
         self.saved = find_saved(self.directory, config, self.progress, self.iterator)
@@ -198,7 +201,7 @@ class _Run:
             group=distribution.group,
         )
         started = time.perf_counter()
-        compiled = distribution.compile_step(step, jax.eval_shape(self._new_state), self.batches.abstract())
+        compiled = distribution.compile_step(step, self.state_shapes, self.batches.abstract())
         planned = memory(compiled).peak / GIB
         self.reporter.say(
             f"compiled in {time.perf_counter() - started:.1f} s; the step needs {planned:.2f} GiB a device"
@@ -209,7 +212,7 @@ class _Run:
 
     def _report_layout(self, compiled: jax.stages.Compiled) -> None:
         """Write down where the arrays are, and say what crosses between devices in a step."""
-        layout = self.distribution.layout(jax.eval_shape(self._new_state))
+        layout = self.distribution.layout(self.state_shapes)
         layout["wire_bytes_a_step"] = wire = wire_bytes(compiled, self.distribution.mesh)
         self.directory.write_layout(layout)
         for name, size in wire.items():
@@ -225,7 +228,7 @@ class _Run:
             self.reporter.training(last, first, config.log_every) as bar,
         ):
             if first:
-                self._save_adapter(self.distribution.whole_state(state, jax.eval_shape(self._new_state)))
+                self._save_adapter(self.distribution.whole_state(state, self.state_shapes))
             for number in range(first + 1, last + 1):
                 state, metrics = self._step(step, state, number)
                 skipped = 0 if metrics["finite"] else skipped + 1
@@ -263,7 +266,7 @@ class _Run:
             )
 
     def _save(self, states: StateWriter, state: TrainState) -> None:
-        whole = self.distribution.whole_state(state, jax.eval_shape(self._new_state))
+        whole = self.distribution.whole_state(state, self.state_shapes)
         # The adapter first: a state that is there always has its adapter beside it.
         self._save_adapter(whole)
         states.save(whole, asdict(replace(self.progress, data=self.iterator.get_state())))
