@@ -164,8 +164,8 @@ class TrainConfig(CommandConfig):
     )
     remat: Literal["full", "attention", "offload", "nested", "none"] = Field(
         default="full",
-        description="What the backward pass computes again to save memory: full (a layer, from its input), attention (as "
-        "full, but attention's results are kept), offload (as full, with the inputs in pinned host memory), nested "
+        description="What the backward pass computes again to save memory: full (a layer, from its input), attention "
+        "(as full, but attention's results are kept), offload (as full, with the inputs in pinned host memory), nested "
         "(also most of the inputs: least device memory with none on the host, a third slower), or none.",
     )
     seed: int = Field(
