@@ -77,7 +77,8 @@ class RunDirectory:
             raise UserError(f"--output {self.path}: cannot be made: {error.strerror}") from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"--output {self.path}: may not be written to; give another --output")
-        for file in (self.config, self.metrics, self.report, *(self.adapter / name for name in (CONFIG, WEIGHTS))):
+        ours = [self.config, self.metrics, self.report, self.layout]
+        for file in ours + [self.adapter / name for name in (CONFIG, WEIGHTS)]:
             for remains in file.parent.glob(f".{file.name}.*.tmp"):
                 remains.unlink()
 

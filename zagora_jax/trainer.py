@@ -78,6 +78,11 @@ class _Run:
         )
         self.graph, self.declared_frozen, self.declared_adapters = split(self.base.model)
         self.distribution = Distribution(choose_mesh(config), self.base.model, config.gradient_compression)
+        if config.compute_dtype == "float16" and self.distribution.scatters_compressed:
+            raise UserError(
+                "--gradient-compression over fsdp does not go with --compute-dtype float16, whose loss scale changes "
+                "between steps while residuals keep the old one; use bfloat16, or --strategy replicas"
+            )
         self.options = forward_options(config, self.base)
         self.batches = training_batches(config, self.base, self.distribution.rows_divisor, reporter)
         self.eval_batches = evaluation_batches(config, self.base, self.distribution.rows_divisor, reporter)
@@ -162,7 +167,7 @@ class _Run:
         """Return the whole state before the first step, on one device."""
         adapters = initial_adapter(self.declared_adapters, self.config.seed)
         state = initial_state(adapters, self.optimizer, self.config.compute_dtype)
-        return state._replace(errors=self.distribution.no_errors())
+        return state._replace(residuals=self.distribution.no_residuals())
 
     def _initial_state(self) -> TrainState:
         """Return the state to go on from, spread over the devices: a new one, or the saved one."""
