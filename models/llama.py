@@ -29,7 +29,7 @@ from models.parameters import Frozen, split
 from models.placement import LOCAL, Fetch, Placement, identity
 from models.remat import scan_layers
 from models.rope import apply_rope, rope_tables
-from models.vocabulary import WHOLE_VOCABULARY, Vocabulary, look_up
+from models.vocabulary import look_up
 
 # Attends to q [B, Q, H, D], k and v [B, Q, KV, D] of the present tokens. The second result is whatever the caller
 # wants to keep of the layer, stacked over layers: nothing in training, the extended cache in generation.
@@ -145,7 +145,7 @@ class Llama(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype, lora: LoRAConfig | None = None):
         """Declare the model; `dtype` is that of computation and of the tables that are not quantised."""
-        self.config = config
+        self.config, self.dtype = config, dtype
         self.model = Decoder(config, quantization=quantization, dtype=dtype)
         self.lm_head = None if config.tie_embeddings else Embedding(config, dtype)
         if lora is not None:
@@ -168,6 +168,7 @@ class Llama(nnx.Module):
         remat: str = "none",
         dropout_keys: jax.Array | None = None,
         placement: Placement = LOCAL,
+        residuals: Any = None,
     ) -> jax.Array:
         """Run the decoder over whole sequences.
 
@@ -180,6 +181,7 @@ class Llama(nnx.Module):
             remat: one of `models.remat.REMATS`: what the backward pass computes again.
             dropout_keys: keys [B], one a row, that switch the adapters' dropout on.
             placement: reaches parameters that are spread over devices.
+            residuals: of compressed gradient exchanges, arrays [L, ...] for `placement.adapters`; None without such.
 
         Returns:
             The normalised last hidden states [B, S, hidden].
@@ -190,7 +192,7 @@ class Llama(nnx.Module):
             return attention(q, k, v, segment_ids=segment_ids, kernel=kernel), None
 
         context = LayerContext(cos, sin, attend, placement.fetch, dropout_keys)
-        x, _ = self._run(tokens, lambda _: context, None, remat, placement.vocabulary)
+        x, _ = self._run(tokens, lambda _: context, None, remat, placement, residuals)
         return x
 
     def extend(
@@ -222,7 +224,7 @@ class Llama(nnx.Module):
 
             return LayerContext(cos, sin, attend, identity, dropout_keys=None)
 
-        return self._run(tokens, context_of, cache, "none", WHOLE_VOCABULARY)
+        return self._run(tokens, context_of, cache, "none", LOCAL, None)
 
     def _run(
         self,
@@ -230,22 +232,23 @@ class Llama(nnx.Module):
         context_of: Callable[[Any], LayerContext],
         per_layer: Any,
         remat: str,
-        vocabulary: Vocabulary,
+        placement: Placement,
+        residuals: Any,
     ) -> tuple[jax.Array, Any]:
         """Embed, scan over the layers and normalise; `context_of` gets the layer's slice of `per_layer`."""
-        x = look_up(self.model.embed_tokens.weight[...], tokens, vocabulary)  # [B, S, hidden]
+        x = look_up(self.model.embed_tokens.weight[...], tokens, placement.vocabulary)  # [B, S, hidden]
         graph, frozen, adapters = split(self.model.layers)
 
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Any]:
-            index, frozen, adapters, layer_inputs = inputs
+            index, frozen, adapters, layer_inputs, layer_residuals = inputs
             context = context_of(layer_inputs)
             if context.dropout_keys is not None:
                 layer_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(context.dropout_keys, index)
                 context = replace(context, dropout_keys=layer_keys)
-            return nnx.merge(graph, frozen, adapters)(x, context)
+            return nnx.merge(graph, frozen, placement.adapters(adapters, layer_residuals))(x, context)
 
         indices = jnp.arange(self.config.num_layers)
-        x, kept = scan_layers(body, x, (indices, frozen, adapters, per_layer), remat)
+        x, kept = scan_layers(body, x, (indices, frozen, adapters, per_layer, residuals), remat)
         return self.model.norm(x), kept
 
 

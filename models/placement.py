@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from models.vocabulary import WHOLE_VOCABULARY, Vocabulary
 
@@ -18,6 +18,11 @@ def identity(parameters: Parameters) -> Parameters:
     return parameters
 
 
+def as_they_are(adapters: Any, residuals: Any) -> Any:
+    """Return a layer's adapters as they are."""
+    return adapters
+
+
 @dataclass(frozen=True)
 class Placement:
     """What whoever lays parameters out over devices hands to the model.
@@ -25,10 +30,13 @@ class Placement:
     Attributes:
         fetch: brings a layer's parameter together.
         vocabulary: reaches the rows of the embedding and of the head.
+        adapters: called on all adapter parameters of a layer before it runs, with the layer's slice of the residuals
+            of compressed gradient exchanges (None without such).
     """
 
     fetch: Fetch = identity
     vocabulary: Vocabulary = WHOLE_VOCABULARY
+    adapters: Callable[[Any, Any], Any] = as_they_are
 
 
 LOCAL = Placement()

@@ -1,7 +1,7 @@
 """What a train step asks of the other devices. `Group` is for use under shard_map; `ALONE` is one device."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,21 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from sharding.compression import Compression, ErrorFeedback, all_reduce
+from sharding.flat import FlatShard, unflatten
 from sharding.mesh import ROW_AXES
+from sharding.overlap import Exchange, ExchangeErrors, exchange_in_backward
+
+
+class Residuals(NamedTuple):
+    """What compressed exchanges of gradients have rounded off so far; a row a device, so [1, ...] under shard_map.
+
+    Attributes:
+        scattered: [devices, L, n], of the sums over "fsdp" in each layer's backward pass; None without such.
+        reduced: of the sums over "data", once an optimizer step; None without such.
+    """
+
+    scattered: jax.Array | None = None
+    reduced: ErrorFeedback | None = None
 
 
 class DeviceGroup(Protocol):
@@ -24,8 +38,8 @@ class DeviceGroup(Protocol):
     def squared_norm(self, gradients: Any) -> jax.Array:
         """Return the sum of squares of a whole tree of gradients."""
 
-    def exchange(self, gradients: Any, errors: Any) -> tuple[Any, Any]:
-        """Sum gradients over the replicas; returns them and the new residuals of rounding."""
+    def exchange(self, gradients: Any, residuals: Residuals) -> tuple[Any, Residuals]:
+        """Sum gradients over the replicas; returns them and the new residuals."""
 
 
 class Alone:
@@ -43,9 +57,9 @@ class Alone:
         """Sum the squares."""
         return sum_of_squares(gradients)
 
-    def exchange(self, gradients: Any, errors: Any) -> tuple[Any, Any]:
+    def exchange(self, gradients: Any, residuals: Residuals) -> tuple[Any, Residuals]:
         """Return both as they are."""
-        return gradients, errors
+        return gradients, residuals
 
 
 ALONE = Alone()
@@ -73,13 +87,26 @@ class Group:
         """Sum the squares of the shards over the devices that hold one each."""
         return lax.psum(sum_of_squares(gradients), "fsdp")
 
-    def exchange(self, gradients: Any, errors: ErrorFeedback | None) -> tuple[Any, ErrorFeedback | None]:
-        """Sum over "data"; compressed where there are residuals, which are rows [1, n] of a device here."""
-        if errors is None:
-            return lax.psum(gradients, "data"), None
+    def exchange(self, gradients: Any, residuals: Residuals) -> tuple[Any, Residuals]:
+        """Sum over "data"; compressed where there are residuals."""
+        if residuals.reduced is None:
+            return lax.psum(gradients, "data"), residuals
         vector, unravel = ravel_pytree(gradients)
-        total, new = all_reduce(vector, jax.tree.map(lambda row: row[0], errors), "data", self.compression)
-        return unravel(total), jax.tree.map(lambda residual: residual[None], new)
+        errors = jax.tree.map(lambda row: row[0], residuals.reduced)
+        total, errors = all_reduce(vector, errors, "data", self.compression)
+        return unravel(total), residuals._replace(reduced=jax.tree.map(lambda error: error[None], errors))
+
+
+def exchange_layer(adapters: Any, residuals: jax.Array, exchange: Exchange) -> Any:
+    """Gather a layer's adapters, FlatShards, whose gradients are exchanged in the layer's backward pass.
+
+    Args:
+        adapters: a pytree of FlatShards.
+        residuals: [n]; their gradient is the new residuals.
+        exchange: over which axis, and how.
+    """
+    whole = exchange_in_backward(adapters, ExchangeErrors(residuals, None), None, exchange)
+    return jax.tree.map(unflatten, whole, is_leaf=lambda leaf: isinstance(leaf, FlatShard))
 
 
 def sum_of_squares(tree: Any) -> jax.Array:

@@ -22,7 +22,7 @@ UNIT = 256
 class Spread:
     """How one array is spread. `axes` are the logical axes of the whole array; see RULES."""
 
-    def __init__(self, mesh: Mesh, whole: jax.ShapeDtypeStruct, axes: tuple[str, ...], unit: int = UNIT):
+    def __init__(self, mesh: Mesh, whole: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], unit: int = UNIT):
         """Describe the spread form of an array that `whole` describes.
 
         Args:

@@ -1,7 +1,7 @@
 """A run's arrays and its step, spread over a mesh of devices."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from models.parameters import Adapter, Frozen, Path, by_path
 from models.placement import Placement
 from sharding.compression import Compression, ErrorFeedback
 from sharding.flat import gather
-from sharding.group import Group
+from sharding.group import Group, Residuals, exchange_layer
 from sharding.mesh import rows_divisor
+from sharding.overlap import Exchange
 from sharding.program import collectives, traffic
 from sharding.rules import named_sharding
 from sharding.spread import UNIT, Spread
@@ -49,11 +50,20 @@ class Distribution:
         """How many devices share the rows of a micro-batch."""
         return rows_divisor(self.mesh)
 
+    @property
+    def scatters_compressed(self) -> bool:
+        """Whether gradients are summed over "fsdp" compressed, in each layer's backward pass."""
+        return self.compression != "none" and self.mesh.shape["fsdp"] > 1
+
     @cached_property
     def placement(self) -> Placement:
         """How the model reaches parameters on this mesh."""
         vocabulary = ShardedVocabulary("fsdp", self.model.config.vocab_size)
-        return Placement(fetch=partial(gather, axis="fsdp"), vocabulary=vocabulary)
+        placement = Placement(fetch=partial(gather, axis="fsdp"), vocabulary=vocabulary)
+        if not self.scatters_compressed:
+            return placement
+        exchange = Exchange(self.compression, shards="fsdp", dtype=self.model.dtype)
+        return replace(placement, adapters=partial(exchange_layer, exchange=exchange))
 
     @cached_property
     def group(self) -> Group:
@@ -98,21 +108,30 @@ class Distribution:
             self.adapters,
             optimizer,
             everywhere(whole.loss_scale),
-            self._errors(),
+            self._residuals(),
         )
 
-    def _errors(self) -> ErrorFeedback | None:
-        """The residuals of the exchange between replicas: a row a device."""
-        if self.compression == "none" or self.mesh.shape["data"] == 1:
-            return None
-        stored = sum(spread.stored[0] * spread.stored[1] for spread in jax.tree.leaves(self.adapters))
-        one = jax.eval_shape(lambda: ErrorFeedback.zeros(stored // self.mesh.shape["fsdp"], self.mesh.shape["data"]))
+    def _residuals(self) -> Residuals:
+        """The residuals of compressed exchanges: a row a device."""
+        if self.compression == "none":
+            return Residuals()
+        replicas, shards = self.mesh.shape["data"], self.mesh.shape["fsdp"]
+        layers, elements = self.model.config.num_layers, self._adapter_elements()
 
-        def of_array(leaf: jax.ShapeDtypeStruct) -> Spread:
+        def of_row(leaf: jax.ShapeDtypeStruct) -> Spread:
             whole = jax.ShapeDtypeStruct((self.mesh.size, *leaf.shape), leaf.dtype)
-            return Spread(self.mesh, whole, ("devices", *(None,) * len(leaf.shape)))  # type: ignore[arg-type]
+            return Spread(self.mesh, whole, ("devices", *(None,) * len(leaf.shape)))
 
-        return jax.tree.map(of_array, one)
+        scattered = jax.ShapeDtypeStruct((layers, elements), jnp.bfloat16)
+        reduced = jax.eval_shape(lambda: ErrorFeedback.zeros(layers * elements // shards, replicas))
+        return Residuals(
+            scattered=of_row(scattered) if shards > 1 else None,  # type: ignore[arg-type]
+            reduced=jax.tree.map(of_row, reduced) if replicas > 1 else None,
+        )
+
+    def _adapter_elements(self) -> int:
+        """Elements of a layer's adapters, padding included."""
+        return sum(spread.stored[1] for spread in jax.tree.leaves(self.adapters))
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return the stack of layers of a frozen parameter, spread, without values yet; a `Destination`'s method."""
@@ -134,9 +153,9 @@ class Distribution:
         """Spread a tree of whole arrays; each device receives its part alone."""
         return jax.tree.map(lambda spread, array: spread.put(array), spreads, whole)
 
-    def no_errors(self) -> ErrorFeedback | None:
-        """Return the whole residuals before the first step, None where gradients travel as they are."""
-        return jax.tree.map(lambda spread: jnp.zeros(spread.whole.shape, spread.whole.dtype), self._errors())
+    def no_residuals(self) -> Residuals:
+        """Return the whole residuals before the first step."""
+        return jax.tree.map(lambda spread: jnp.zeros(spread.whole.shape, spread.whole.dtype), self._residuals())
 
     def put_state(self, whole: TrainState) -> TrainState:
         """Spread a training state."""
@@ -159,7 +178,7 @@ class Distribution:
                 kinds[_kind(path, leaf_path)] += spread.device_bytes
         kinds["LoRA"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.adapters))
         kinds["optimizer"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.optimizer))
-        kinds["residuals"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.errors))
+        kinds["residuals"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.residuals))
         names = [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]
         return {"mesh": dict(self.mesh.shape), "bytes_a_device": dict.fromkeys(names, kinds)}
 

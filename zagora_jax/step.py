@@ -12,9 +12,8 @@ from flax import nnx
 from models.cross_entropy import cross_entropy_sum
 from models.llama import Llama
 from models.placement import LOCAL, Placement
-from sharding.compression import ErrorFeedback
 from sharding.flat import bare, clothed
-from sharding.group import ALONE, DeviceGroup
+from sharding.group import ALONE, DeviceGroup, Residuals
 from zagora_jax.data.batches import Batch
 
 
@@ -27,7 +26,7 @@ class TrainState(NamedTuple):
         adapters: the float32 LoRA parameters.
         optimizer: optax's state.
         loss_scale: the present scale of float16 gradients, None in other dtypes.
-        errors: what compressed exchanges of gradients have rounded off so far, None where there are none.
+        residuals: what compressed exchanges of gradients have rounded off so far.
     """
 
     step: jax.Array
@@ -35,7 +34,7 @@ class TrainState(NamedTuple):
     adapters: nnx.State
     optimizer: optax.OptState
     loss_scale: "LossScale | None"
-    errors: ErrorFeedback | None = None
+    residuals: Residuals = Residuals()
 
 
 class LossScale(NamedTuple):
@@ -71,6 +70,7 @@ def loss_sum(
     options: ForwardOptions,
     dropout_keys: jax.Array | None,
     placement: Placement = LOCAL,
+    residuals: jax.Array | None = None,
 ) -> jax.Array:
     """Sum the loss over the supervised tokens of one micro-batch (arrays [M, S]; dropout keys [M])."""
     segment_ids = batch.segment_ids if options.segmented else None
@@ -82,6 +82,7 @@ def loss_sum(
         remat=options.remat,
         dropout_keys=dropout_keys,
         placement=placement,
+        residuals=residuals,
     )
     flat = hidden.reshape(-1, hidden.shape[-1])  # [M*S, hidden]
     targets, weights = batch.targets.reshape(-1), batch.weights.reshape(-1)
@@ -116,40 +117,46 @@ def make_train_step(
         group: reaches the devices that share the rows; with it, the function is for use under shard_map.
     """
 
-    def micro_batch_loss(adapters: nnx.State, frozen: nnx.State, batch: Batch, keys: Any, scale: Any) -> Any:
-        total = loss_sum(nnx.merge(graph, frozen, adapters), batch, options, keys, placement)
+    def micro_batch_loss(
+        adapters: nnx.State, residuals: Any, frozen: nnx.State, batch: Batch, keys: Any, scale: Any
+    ) -> Any:
+        total = loss_sum(nnx.merge(graph, frozen, adapters), batch, options, keys, placement, residuals)
         return total * scale, total
 
-    def accumulated(state: TrainState, frozen: nnx.State, batch: Batch, scale: jax.Array) -> tuple[nnx.State, Any]:
+    def accumulated(state: TrainState, frozen: nnx.State, batch: Batch, scale: jax.Array) -> tuple[nnx.State, Any, Any]:
         """Sum gradients, times `scale`, and losses over this device's part of the micro-batches."""
         step_key = None if dropout_seed is None else jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         rows = batch.tokens.shape[1]
+        differentiated = jax.grad(micro_batch_loss, argnums=(0, 1), has_aux=True)
 
         def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
-            gradients, total = carry
+            gradients, total, residuals = carry
             index, micro_batch = inputs
             keys = None if step_key is None else _row_keys(step_key, index, group.first_row(rows), rows)
-            gradient, loss = jax.grad(micro_batch_loss, has_aux=True)(state.adapters, frozen, micro_batch, keys, scale)
-            return (jax.tree.map(jnp.add, gradients, gradient), total + loss), None
+            # The "gradient" of the residuals is the new residuals: see sharding.overlap.
+            (gradient, residuals), loss = differentiated(state.adapters, residuals, frozen, micro_batch, keys, scale)
+            return (jax.tree.map(jnp.add, gradients, gradient), total + loss, residuals), None
 
         zeros = jax.tree.map(jnp.zeros_like, state.adapters)
-        indices = jnp.arange(batch.tokens.shape[0])
-        (gradients, total), _ = jax.lax.scan(accumulate, (zeros, jnp.float32(0)), (indices, batch))
-        return gradients, total
+        own_residuals = jax.tree.map(lambda rows: rows[0], state.residuals.scattered)
+        start = (zeros, jnp.float32(0), own_residuals)
+        (gradients, total, own_residuals), _ = jax.lax.scan(accumulate, start, (jnp.arange(len(batch.tokens)), batch))
+        return gradients, total, jax.tree.map(lambda own: own[None], own_residuals)
 
     def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         supervised = group.total(batch.weights.sum())
         count = jnp.maximum(supervised, 1)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        gradients, total = accumulated(state, frozen, batch, scale / count)
-        gradients, errors = group.exchange(jax.tree.map(lambda g: g / scale, gradients), state.errors)
+        gradients, total, scattered = accumulated(state, frozen, batch, scale / count)
+        residuals = state.residuals._replace(scattered=scattered)
+        gradients, residuals = group.exchange(jax.tree.map(lambda g: g / scale, gradients), residuals)
         loss = group.total(total) / count
         norm = jnp.sqrt(group.squared_norm(gradients))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_grad_norm:
             clip = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_
             gradients = jax.tree.map(lambda g: g * clip, gradients)
-        new = _update(optimizer, state, gradients, errors, finite)
+        new = _update(optimizer, state, gradients, residuals, finite)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -174,21 +181,21 @@ def _update(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     gradients: nnx.State,
-    errors: ErrorFeedback | None,
+    residuals: Residuals,
     finite: jax.Array,
 ) -> TrainState:
     whole = (nnx.to_pure_dict(state.adapters), state.optimizer)
     old, old_optimizer = bare(whole)
     updates, new_optimizer = optimizer.update(bare(nnx.to_pure_dict(gradients)), old_optimizer, old)
-    candidate = (optax.apply_updates(old, updates), new_optimizer, errors)
-    *kept, errors = jax.tree.map(
-        lambda new, before: jnp.where(finite, new, before), candidate, (old, old_optimizer, state.errors)
+    candidate = (optax.apply_updates(old, updates), new_optimizer, residuals)
+    *kept, residuals = jax.tree.map(
+        lambda new, before: jnp.where(finite, new, before), candidate, (old, old_optimizer, state.residuals)
     )
     values, optimizer_state = clothed(tuple(kept), whole)
     adapters = jax.tree.map(lambda x: x, state.adapters)
     nnx.replace_by_pure_dict(adapters, values)
     loss_scale = _next_scale(state.loss_scale, finite)
-    return TrainState(state.step + 1, state.updates + finite, adapters, optimizer_state, loss_scale, errors)
+    return TrainState(state.step + 1, state.updates + finite, adapters, optimizer_state, loss_scale, residuals)
 
 
 def _next_scale(loss_scale: LossScale | None, finite: jax.Array) -> LossScale | None:
