@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import models.linear
+import models.remat
 import zagora_jax.step
 from models.config import ModelConfig
 from models.cross_entropy import CHUNK_TOKENS
@@ -51,7 +52,7 @@ CODE_BYTES = sum(math.prod(shape) // 2 for shape in MODULES.values())  # of a la
 FEW, LAYERS = 3, 16  # tokens whose activations are next to nothing; layers
 # Makes worse machine code in less time; the program's operations and buffers stay the same.
 FAST = {"xla_backend_optimization_level": 0}
-REMATS = ("full", "attention", "none")
+REMATS = ("full", "attention", "none")  # whose loops are single and keep what they keep on the device
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def test_temporary_memory_does_not_grow_with_weights(remat):
     assert many - few < (LAYERS - 4) * CODE_BYTES / 2
 
 
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("remat", models.remat.REMATS)
 def test_no_dequantised_weight_outlives_its_layer(remat):
     program = compiled_step(layers=LAYERS, remat=remat)
     assert not stacks_of_weights(program)

@@ -1,20 +1,33 @@
 """The model against transformers and PEFT: logits, LoRA gradients, and what training sees of packed rows."""
 
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
+import safetensors.numpy
 from flax import nnx
 
-import oracles
+from models.parameters import split
+from models.quantization import nf4
 from zagora_jax.adapter import load_adapter, peft_names
 from zagora_jax.base import open_base
-from zagora_jax.checkpoints.load import split
 from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batch
-from zagora_jax.step import ForwardOptions, loss_sum
+from zagora_jax.step import ForwardOptions, loss_sum, make_evaluation_step
 
 pytest.importorskip("torch")
+
+# Both sides compute in float32 and differ in the order of sums alone: a dot product of n <= 192 terms is off by about
+# sqrt(n) * 2^-24 of its scale, some 10^-6, and a model of two layers adds up about twenty such steps.
+LOGIT_TOLERANCE = 2e-4
+GRADIENT_TOLERANCE = 1e-4
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -24,55 +37,135 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+# bitsandbytes' CPU kernel dequantises such widths wrongly, so it cannot be the oracle for them; see oracles.load_base.
+ODD_WIDTHS = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 2}
 
 # What differs from the tiny model of the oracles: one case for each thing that goes wrong silently.
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_queries": {},
     "one_head_a_group": {"num_key_value_heads": 4},
     "tied_head": {"tie_word_embeddings": True},
     "explicit_head_dim": {"head_dim": 24},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "rows_across_blocks": {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 2},
+    "biases": BIASES,
+    "odd_widths": ODD_WIDTHS,
     "rope_linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-    "rope_dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-    "rope_llama3": {"rope_parameters": LLAMA3_ROPE},
-    "rope_yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
+    "rope_dynamic": {"rope_parameters": DYNAMIC_ROPE},
+    "rope_llama3": {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 512},
+    "rope_yarn": {"rope_parameters": YARN_ROPE, "max_position_embeddings": 256},
 }
 
-# Both sides compute in float32 and differ in the order of sums alone: a dot product of n <= 160 terms is off by about
-# sqrt(n) * 2^-24 of its scale, some 10^-6, and a model of two layers adds up about twenty such steps.
-LOGIT_TOLERANCE = 2e-4
-GRADIENT_TOLERANCE = 1e-4
+
+@dataclass
+class Subject:
+    """Our model of a directory, under the adapter of another if there is one."""
+
+    directory: Path
+    adapter: Path | None = None
+    lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=4, alpha=8))
+    quantization: str = "none"
+    dtype: str = "float32"
+
+    @cached_property
+    def base(self):
+        lora = self.lora if self.adapter else None
+        return open_base(str(self.directory), quantization=self.quantization, dtype=self.dtype, lora=lora)
+
+    @cached_property
+    def frozen(self):
+        return self.base.load()
+
+    @cached_property
+    def parts(self):
+        graph, _, declared = split(self.base.model)
+        return graph, load_adapter(self.adapter, self.base.model) if self.adapter else declared
+
+    @cached_property
+    def logits_function(self):
+        """Computes logits [B, S, V] from tokens, positions, segment ids; the same program whatever their values."""
+        graph, adapters = self.parts
+
+        @jax.jit
+        def logits(frozen, tokens, positions, segment_ids):
+            model = nnx.merge(graph, frozen, adapters)
+            hidden = model.hidden_states(tokens, positions, segment_ids, kernel="chunked")
+            return jnp.einsum("bsd,vd->bsv", hidden, model.head)
+
+        return lambda *arguments: np.asarray(logits(self.frozen, *arguments))
+
+    def logits(self, tokens):
+        positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        return self.logits_function(tokens, positions, None)
+
+    def gradients(self, batch):
+        """The loss of an optimizer step and its gradients under PEFT's names."""
+        graph, adapters = self.parts
+        options = ForwardOptions(kernel="chunked", remat="full", segmented=True)
+
+        @jax.jit
+        @jax.value_and_grad
+        def loss(adapters, frozen, batch):
+            model = nnx.merge(graph, frozen, adapters)
+            total, _ = jax.lax.scan(
+                lambda total, micro: (total + loss_sum(model, micro, options, None), None), jnp.float32(0), batch
+            )
+            return total / batch.weights.sum()
+
+        value, gradient = loss(adapters, self.frozen, as_batch(batch))
+        stacks = {path: np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(gradient)}
+        names = peft_names(self.base.model)
+        return float(value), {name: stacks[path][layer] for name, (path, layer) in names.items()}
 
 
-# bitsandbytes' CPU kernel dequantises a width that is no multiple of the block row by row, unlike its own quantiser (and
-# unlike its GPU kernels); where it is the oracle, all widths are multiples of 64.
-NF4_WIDTHS = {"intermediate_size": 192}
+def as_batch(batch):
+    return Batch(*(getattr(batch, name) for name in Batch._fields))
 
 
-def logits(directory, tokens, adapter=None, quantization="none"):
-    lora = LoraConfig(rank=4, alpha=8) if adapter else None
-    base = open_base(str(directory), quantization=quantization, dtype="float32", lora=lora)
-    graph, _, declared = split(base.model)
-    adapters = load_adapter(adapter, base.model) if adapter else declared
-    model = nnx.merge(graph, base.load(), adapters)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = model.hidden_states(jnp.asarray(tokens), positions, None, kernel="chunked")
-    return np.asarray(jnp.einsum("bsd,vd->bsv", hidden, model.head))
+def with_adapter(tmp_path, config=None, lora=None, quantization="nf4"):
+    """A tiny model under a random adapter on what `lora` targets."""
+    lora = lora or LoraConfig(rank=4, alpha=8)
+    directory = oracles.tiny_llama(tmp_path / "model", **(config or {}))
+    base = open_base(str(directory), quantization="none", dtype="float32", lora=lora)
+    tensors = {
+        name: tensor
+        for name, tensor in oracles.random_adapter(directory, rank=lora.rank).items()
+        if name in peft_names(base.model)
+    }
+    targets = oracles.PROJECTIONS if lora.targets == "all-linear" else lora.targets
+    adapter = oracles.write_adapter(
+        tmp_path / "adapter", tensors, alpha=lora.alpha, use_rslora=lora.use_rslora, targets=targets
+    )
+    return Subject(directory, adapter, lora, quantization)
+
+
+def dequantized_copy(directory, target):
+    """The model with every linear layer's weight quantised to NF4 and back."""
+    target.mkdir()
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith("proj.weight"):
+            tensors[name] = np.asarray(nf4.dequantize(nf4.quantize(weight), jnp.float32))
+    safetensors.numpy.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((directory / "config.json").read_bytes())
+    return target
 
 
 def assert_logits_equal(ours, theirs):
-    scale = np.abs(theirs).max()
     for position in (0, 1, 7, 100, ours.shape[1] - 1):
+        scale = np.abs(theirs[:, position]).max()
         worst = np.abs(ours[:, position] - theirs[:, position]).max() / scale
         assert worst <= LOGIT_TOLERANCE, (position, worst)
+
+
+def assert_gradients_equal(ours, theirs):
+    (loss, found), expected = ours, theirs
+    assert loss == pytest.approx(expected.loss, rel=GRADIENT_TOLERANCE)
+    assert found.keys() == expected.tensors.keys()
+    for name, gradient in expected.tensors.items():
+        difference = np.linalg.norm(found[name] - gradient) / np.linalg.norm(gradient)
+        assert difference <= GRADIENT_TOLERANCE, (name, difference)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -80,46 +173,96 @@ def test_logits_equal_those_of_transformers(tmp_path, variant):
     config = {"max_position_embeddings": 64, **VARIANTS[variant]}
     directory = oracles.tiny_llama(tmp_path / "model", **config)
     tokens = np.random.default_rng(0).integers(0, 320, (2, 120))
-    assert_logits_equal(logits(directory, tokens), oracles.transformers_logits(directory, tokens))
+    assert_logits_equal(Subject(directory).logits(tokens), oracles.transformers_logits(directory, tokens))
 
 
 def test_logits_under_an_nf4_base_and_an_adapter_equal_those_of_peft(tmp_path):
-    directory = oracles.tiny_llama(tmp_path / "model", **NF4_WIDTHS)
-    adapter = oracles.write_adapter(tmp_path / "adapter", oracles.random_adapter(directory, rank=4), alpha=8)
+    subject = with_adapter(tmp_path)
     tokens = np.random.default_rng(0).integers(0, 320, (2, 120))
-    theirs = oracles.transformers_logits(directory, tokens, adapter=adapter, quantization="nf4")
-    assert_logits_equal(logits(directory, tokens, adapter, "nf4"), theirs)
+    theirs = oracles.transformers_logits(subject.directory, tokens, adapter=subject.adapter, quantization="nf4")
+    assert_logits_equal(subject.logits(tokens), theirs)
 
 
-def gradients(directory, adapter, batch, lora, remat="full", kernel="chunked"):
-    base = open_base(str(directory), quantization="nf4", dtype="float32", lora=lora)
-    graph, _, _ = split(base.model)
-    frozen, adapters = base.load(), load_adapter(adapter, base.model)
-    options = ForwardOptions(kernel=kernel, remat=remat, segmented=True)
-
-    def loss(adapters):
-        model = nnx.merge(graph, frozen, adapters)
-        micro_batches = [Batch(*(a[i] for a in batch)) for i in range(batch.tokens.shape[0])]
-        return sum(loss_sum(model, micro, options, None) for micro in micro_batches) / batch.weights.sum()
-
-    value, gradient = jax.value_and_grad(loss)(adapters)
-    stacks = dict(nnx.to_flat_state(gradient))
-    names = peft_names(base.model)
-    return float(value), {name: np.asarray(stacks[path].get_value()[layer]) for name, (path, layer) in names.items()}
+@pytest.mark.parametrize("use_rslora", [False, True], ids=["alpha / r", "rsLoRA"])
+def test_gradients_over_nf4_equal_those_of_peft_over_bitsandbytes(tmp_path, use_rslora):
+    subject = with_adapter(tmp_path, lora=LoraConfig(rank=4, alpha=8, use_rslora=use_rslora))
+    batch = oracles.random_batch(0, (2, 2, 40), packed=True)
+    theirs = oracles.peft_bnb_gradients(subject.directory, subject.adapter, batch)
+    assert_gradients_equal(subject.gradients(batch), theirs)
 
 
-@pytest.mark.parametrize("remat", ["none", "attention", "full"])
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_lora_gradients_equal_those_of_peft_over_bitsandbytes(tmp_path, use_rslora, remat):
-    directory = oracles.tiny_llama(tmp_path / "model", **NF4_WIDTHS)
-    tensors = oracles.random_adapter(directory, rank=4)
-    adapter = oracles.write_adapter(tmp_path / "adapter", tensors, alpha=8, use_rslora=use_rslora)
-    theirs = oracles.random_batch(0, (2, 2, 40), packed=True)
-    batch = Batch(theirs.tokens, theirs.targets, theirs.weights, theirs.segment_ids, theirs.positions)
-    expected = oracles.peft_bnb_gradients(directory, adapter, theirs)
-    value, found = gradients(directory, adapter, batch, LoraConfig(rank=4, alpha=8, use_rslora=use_rslora), remat)
-    assert value == pytest.approx(expected.loss, rel=GRADIENT_TOLERANCE)
-    assert found.keys() == expected.tensors.keys()
-    for name, gradient in expected.tensors.items():
-        difference = np.linalg.norm(found[name] - gradient) / np.linalg.norm(gradient)
-        assert difference <= GRADIENT_TOLERANCE, (name, difference)
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        ({}, ["q_proj", "down_proj"]),
+        ({"tie_word_embeddings": True}, r".*\.layers\.\d+\.(self_attn\.[kv]|mlp\.up)_proj"),
+        (BIASES, "all-linear"),
+    ],
+    ids=["a list of targets", "an expression, and a tied head", "biases"],
+)
+def test_gradients_over_a_plain_base_equal_those_of_peft(tmp_path, config, targets):
+    subject = with_adapter(tmp_path, config, LoraConfig(rank=4, alpha=8, targets=targets), quantization="none")
+    batch = oracles.random_batch(0, (1, 2, 40), packed=True)
+    theirs = oracles.peft_bnb_gradients(subject.directory, subject.adapter, batch, quantization="none")
+    assert_gradients_equal(subject.gradients(batch), theirs)
+
+
+def test_nf4_of_widths_that_are_no_multiple_of_the_block(tmp_path):
+    subject = with_adapter(tmp_path, ODD_WIDTHS)
+    copy = dequantized_copy(subject.directory, tmp_path / "copy")
+    tokens = np.random.default_rng(0).integers(0, 320, (2, 120))
+    assert_logits_equal(subject.logits(tokens), oracles.transformers_logits(copy, tokens, adapter=subject.adapter))
+    batch = oracles.random_batch(0, (1, 2, 40), packed=True)
+    theirs = oracles.peft_bnb_gradients(copy, subject.adapter, batch, quantization="none")
+    assert_gradients_equal(subject.gradients(batch), theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rope", [None, DYNAMIC_ROPE], ids=["default", "dynamic"])
+def test_a_packed_row_does_not_change_by_a_bit_when_its_neighbours_change(tmp_path, monkeypatch, dtype, rope):
+    monkeypatch.setattr("models.attention.LARGEST_BLOCK", 16)  # so that rows begin and end within blocks
+    config = {"max_position_embeddings": 16} | ({"rope_parameters": rope} if rope else {})
+    subject = dataclasses.replace(with_adapter(tmp_path, config), dtype=dtype)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 320, (1, 64))
+    segments = np.repeat([[1, 2, 3, 0]], [20, 24, 15, 5], axis=1)
+    positions = np.concatenate([np.arange(n) for n in (20, 24, 15, 5)])[None]
+    row = segments == 2
+    packed = subject.logits_function(tokens, positions, segments)[row]
+
+    others = np.where(row, tokens, rng.integers(0, 320, tokens.shape))
+    np.testing.assert_array_equal(subject.logits_function(others, positions, segments)[row], packed)
+    # Nor when its neighbours are cut otherwise, or are none at all.
+    cut = np.where(np.arange(64) < 9, 1, np.where(row, 2, np.where(np.arange(64) < 20, 3, 4)))
+    starts = np.maximum.accumulate(np.where(np.diff(cut, prepend=-1) != 0, np.arange(64), 0), axis=-1)
+    np.testing.assert_array_equal(subject.logits_function(others, np.arange(64) - starts, cut)[row], packed)
+    # It has the logits that it has alone, up to the rounding of another order of sums.
+    alone = subject.logits_function(tokens[row][None], positions[row][None], None)[0]
+    tolerance = LOGIT_TOLERANCE if dtype == "float32" else 2**-8 * 8
+    assert np.abs(alone - packed).max() <= tolerance * np.abs(alone).max()
+
+
+def test_dropout_acts_where_it_is_asked_for_alone(tmp_path):
+    micro_batch = Batch(*(a[0] for a in as_batch(oracles.random_batch(0, (1, 2, 40)))))
+    plain = with_adapter(tmp_path, quantization="none")
+    dropping = dataclasses.replace(plain, lora=plain.lora.model_copy(update={"dropout": 0.5}))
+    options = ForwardOptions(kernel="chunked", remat="none", segmented=False)
+
+    @partial(jax.jit, static_argnums=0)
+    def loss(graph, adapters, frozen, keys):
+        return loss_sum(nnx.merge(graph, frozen, adapters), micro_batch, options, keys)
+
+    def keys(seed):
+        return jax.random.split(jax.random.key(seed), len(micro_batch.tokens))
+
+    without = loss(*plain.parts, plain.frozen, None)
+    assert loss(*plain.parts, plain.frozen, keys(0)) == without
+    assert loss(*dropping.parts, dropping.frozen, None) == without
+    with_dropout = [float(loss(*dropping.parts, dropping.frozen, keys(seed))) for seed in (0, 0, 1)]
+    assert with_dropout[0] == with_dropout[1] != with_dropout[2]
+    assert without not in with_dropout
+
+    graph, adapters = dropping.parts  # evaluation drops nothing, whatever the adapter's options say
+    batch = Batch(*(a[None] for a in micro_batch))
+    evaluated, _ = jax.jit(make_evaluation_step(graph, options))(adapters, dropping.frozen, batch)
+    assert evaluated == pytest.approx(float(without), rel=1e-6)
