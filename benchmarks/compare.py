@@ -1,10 +1,12 @@
-"""Measures tokens/s and peak memory of training, a subprocess a case, on random weights of a known size.
+"""Compares training runs, a subprocess a case: tokens/s, peak memory, and held-out loss where there is eval data.
 
-    python benchmarks/throughput.py --model synthetic:llama-3-8b --remat full attention --micro-batch-size 1 4
-    python benchmarks/throughput.py --model 'synthetic:smollm2-135m?layers=4' --sequence-length 256   # on a CPU
+    python benchmarks/compare.py --model synthetic:llama-3-8b --remat full attention --micro-batch-size 1 4
+    python benchmarks/compare.py --model 'synthetic:smollm2-135m?layers=4' --sequence-length 256   # on a CPU
+    python benchmarks/compare.py --model MODEL --data train.jsonl --eval-data heldout.jsonl --max-steps 200 \
+        --strategy replicas --gradient-compression none int8 int4
 
 Options of `python -m zagora_jax.train` are given as there; several values of an option make a case of each combination.
-Each case is a line of results/throughput.jsonl beside this file, and a row of the table printed at the end: the median
+Each case is a line of results/compare.jsonl beside this file, and a row of the table printed at the end: the median
 over the steps after the warm-up, the allocator's peak, and what the compiler planned.
 """
 
@@ -18,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "throughput.jsonl"
+RESULTS = Path(__file__).parent / "results" / "compare.jsonl"
 WARMUP_STEPS = 3
 
 
@@ -59,15 +61,19 @@ def measure(case: dict[str, Any], label: str) -> dict[str, Any]:
             return {"label": label, **case, "error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARMUP_STEPS:]
         report = json.loads((run / "report.json").read_text())
+        losses = {
+            name: round(report[name], 4) for name in ("loss_before", "loss_after") if report.get(name) is not None
+        }
         return {
             "label": label,
-            "device": report["facts"]["device"],
+            "devices": report["facts"]["devices"],
             "jax": report["versions"]["jax"],
             **case,
             "tokens_per_second": round(statistics.median(step["tokens_per_second"] for step in steps), 1),
             "step_ms": round(1000 * statistics.median(step["seconds"] for step in steps), 1),
             "peak_gib": round(steps[-1]["peak_memory_gib"], 2),
             "planned_gib": round(report["planned_memory_gib"], 2),
+            **losses,
         }
 
 
