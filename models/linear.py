@@ -30,7 +30,10 @@ def _forward(x: jax.Array, weight: StoredWeight, fetch: Fetch) -> tuple[jax.Arra
 
 
 def _backward(fetch: Fetch, weight: StoredWeight, gradient: jax.Array) -> tuple[jax.Array, Any]:
-    grad_x = jnp.einsum("...o,oi->...i", gradient, dequantize(fetch(weight), gradient.dtype))
+    # Dequantised when its turn has come: XLA would otherwise share a layer's matrices between the forward pass that is
+    # computed again and this one, and so keep all of them at once.
+    fetched, gradient = jax.lax.optimization_barrier((fetch(weight), gradient))
+    grad_x = jnp.einsum("...o,oi->...i", gradient, dequantize(fetched, gradient.dtype))
     return grad_x, jax.tree.map(_no_gradient, weight)
 
 

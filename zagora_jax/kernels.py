@@ -1,4 +1,4 @@
-"""Which compiled kernels a command's options lead to on this machine."""
+"""Which compiled kernels a command's options lead to."""
 
 import jax
 
@@ -10,8 +10,8 @@ from zagora_jax.errors import UserError
 from zagora_jax.step import ForwardOptions
 
 
-def forward_options(config: TrainConfig, base: BaseModel) -> ForwardOptions:
-    """Resolve "auto", and refuse what cannot be done.
+def forward_options(config: TrainConfig, base: BaseModel, platform: str | None = None) -> ForwardOptions:
+    """Resolve "auto" for a platform, by default this machine's, and refuse what cannot be done.
 
     Raises:
         UserError: says why the kernel cannot be used, or the layers cannot be nested.
@@ -19,7 +19,7 @@ def forward_options(config: TrainConfig, base: BaseModel) -> ForwardOptions:
     try:
         kernel = choose_kernel(
             config.attention,
-            platform=jax.default_backend(),
+            platform=platform or jax.default_backend(),
             packing=config.packing,
             dtype=config.compute_dtype,
             head_dim=base.model.config.head_dim,

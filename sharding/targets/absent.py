@@ -14,6 +14,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from sharding.compiler import compiler_options
 from sharding.targets.gpus import Gpu, gpu
 
 INSTALL = "install it with `pip install 'zagora-jax[plan]'`"
@@ -118,7 +119,7 @@ def _require_compiler() -> None:
 
 
 def compile_for(mesh: Mesh, function: Any, *arguments: Any) -> jax.stages.Compiled:
-    """Compile a jitted function for a mesh of devices that may be absent, arguments in host memory included.
+    """Compile a jitted function for a mesh of devices that may be absent, with the options of `compiler_options`.
 
     Absent devices have no memories, so that a NamedSharding over a Mesh of them silently drops its memory kind: an
     argument meant for pinned host memory would be planned on the device. Over `mesh.abstract_mesh` it keeps the kind,
@@ -129,5 +130,6 @@ def compile_for(mesh: Mesh, function: Any, *arguments: Any) -> jax.stages.Compil
         function: what jax.jit returned. Its shardings, and those of the arguments, are over `mesh.abstract_mesh`.
         *arguments: arrays or jax.ShapeDtypeStructs.
     """
+    options = compiler_options(mesh)
     with jax.set_mesh(mesh):
-        return function.lower(*arguments).compile()
+        return function.lower(*arguments).compile(compiler_options=options)

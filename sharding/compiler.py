@@ -1,0 +1,48 @@
+"""How XLA's GPU compiler is asked to treat a step that is spread over devices."""
+
+import functools
+from typing import Any
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+_OPTIONS = {
+    # Starts an exchange early and waits for it late, with computation between.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    # Products with one operand in common are not merged into one. The merger concatenates the other operands: a copy of
+    # each dequantised weight with the adapter's few rows below it.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
+
+# Moves the gathers of a loop's next iteration into the present one. Its name differs between versions of XLA.
+_PIPELINED_GATHERS: tuple[dict[str, Any], ...] = (
+    {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"},  # jaxlib 0.11
+    {"xla_gpu_enable_pipelined_all_gather": True},  # jaxlib 0.10
+)
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """Return the options to compile a program for a mesh with, as `jax.stages.Lowered.compile` takes them.
+
+    Raises:
+        RuntimeError: this jaxlib knows no option that pipelines gathers.
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        return {}
+    return {**_OPTIONS, **(_pipelined_gathers() if mesh.size > 1 else {})}
+
+
+@functools.cache
+def _pipelined_gathers() -> dict[str, Any]:
+    trivial = jax.jit(lambda: 0).lower()
+    for options in _PIPELINED_GATHERS:
+        try:
+            trivial.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+        else:
+            return options
+    names = " nor ".join(name for options in _PIPELINED_GATHERS for name in options)
+    raise RuntimeError(f"jaxlib {jaxlib.__version__} knows neither {names}: this version of zagora-jax needs one")
