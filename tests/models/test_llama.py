@@ -50,8 +50,8 @@ def tokens_and_positions(batch=2, length=12):
     return jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(length), tokens.shape)
 
 
-def hidden_states(model, tokens, positions, segment_ids=None, **options):
-    return model.hidden_states(tokens, positions, segment_ids, kernel="chunked", **options)
+def hidden_states(model, tokens, positions, remat="none"):
+    return model.hidden_states(tokens, positions, None, kernel="chunked", remat=remat)
 
 
 def test_parameters_have_the_names_and_shapes_of_hugging_face():
@@ -121,7 +121,9 @@ def test_remat_changes_neither_loss_nor_gradient():
             hidden = hidden_states(nnx.merge(graph, frozen, adapters), tokens, positions, remat=remat)
             return jnp.square(hidden).mean(axis=-1).sum() + hidden.sum()
 
-        return jax.jit(jax.value_and_grad(loss))(adapters)
+        # Less optimised machine code is made in less time.
+        options = {"xla_backend_optimization_level": 0}
+        return jax.jit(jax.value_and_grad(loss), compiler_options=options)(adapters)
 
     plain = gradient("none")
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain[1])) > 0.1

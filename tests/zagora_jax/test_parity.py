@@ -217,8 +217,7 @@ def test_nf4_of_widths_that_are_no_multiple_of_the_block(tmp_path):
     assert_gradients_equal(subject.gradients(batch), theirs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rope", [None, DYNAMIC_ROPE], ids=["default", "dynamic"])
+@pytest.mark.parametrize(("dtype", "rope"), [("bfloat16", None), ("float32", DYNAMIC_ROPE)])
 def test_a_packed_row_does_not_change_by_a_bit_when_its_neighbours_change(tmp_path, monkeypatch, dtype, rope):
     monkeypatch.setattr("models.attention.LARGEST_BLOCK", 16)  # so that rows begin and end within blocks
     config = {"max_position_embeddings": 16} | ({"rope_parameters": rope} if rope else {})
