@@ -34,12 +34,17 @@ class ExpectedTensor:
     shape: tuple[int, ...]
 
 
+def is_stacked(path: Path) -> bool:
+    """Whether a parameter is a stack over layers."""
+    return path[:2] == ("model", "layers")
+
+
 def expected_tensors(model: Llama) -> dict[str, ExpectedTensor]:
     """List the tensors that a Hugging Face checkpoint of `model` holds, by name."""
     expected = {}
     for path, variable in by_path(nnx.state(model, Frozen)).items():
         stored = variable.get_value()
-        if path[:2] == ("model", "layers"):
+        if is_stacked(path):
             shape = stored.shape if is_quantized(stored) else stored.shape[1:]
             for layer in range(model.config.num_layers):
                 name = ".".join(("model", "layers", str(layer), *path[2:]))
@@ -177,7 +182,7 @@ def load_frozen(
             values[path] = destination.whole(path, value)
         else:
             stack = values[path] if path in values else destination.empty(path, stored)
-            values[path] = _set_layer(stack, destination.layer(path, value), layer)
+            values[path] = set_layer(stack, destination.layer(path, value), layer)
         _require_finite(checkpoint, previous)
         previous = (name, is_finite)
         on_tensor()
@@ -199,7 +204,8 @@ def _store(weight: jax.Array, form: str | jnp.dtype) -> tuple[Any, jax.Array]:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: Any, value: Any, layer: int | jax.Array) -> Any:
+def set_layer(stack: Any, value: Any, layer: int | jax.Array) -> Any:
+    """Put one layer's value into its place in the stack, which is donated."""
     return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, value)
 
 

@@ -17,7 +17,7 @@ from models.parameters import Frozen, Path, by_path
 from models.quantization import nf4
 from models.quantization.nf4 import NF4Tensor
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
-from zagora_jax.checkpoints.load import ONE_DEVICE, Destination
+from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, is_stacked, set_layer
 from zagora_jax.errors import UserError
 
 PREFIX = "synthetic:"
@@ -43,15 +43,28 @@ def synthetic_config(name: str) -> dict[str, Any]:
 
 
 def synthetic_frozen(model: Llama, seed: int, destination: Destination = ONE_DEVICE) -> nnx.State:
-    """Draw every frozen parameter of the declared `model` on the device, in its stored form."""
+    """Draw every frozen parameter of the declared `model`, a layer at a time, in its stored form."""
     root = jax.random.key(seed)
     declared = by_path(nnx.state(model, Frozen))
-    return nnx.from_flat_state(
-        [
-            (path, variable.replace(destination.whole(path, _draw(variable.get_value(), path, key))))
-            for (path, variable), key in zip(declared.items(), jax.random.split(root, len(declared)), strict=True)
-        ]
-    )
+    drawn = []
+    for (path, variable), key in zip(declared.items(), jax.random.split(root, len(declared)), strict=True):
+        stored = variable.get_value()
+        if is_stacked(path):
+            value = _draw_stack(stored, path, key, destination)
+        else:
+            value = destination.whole(path, _draw(stored, path, key))
+        drawn.append((path, variable.replace(value)))
+    return nnx.from_flat_state(drawn)
+
+
+def _draw_stack(declared: Any, path: Path, key: jax.Array, destination: Destination) -> Any:
+    stack = destination.empty(path, declared)
+    layers = jax.tree.leaves(declared)[0].shape[0]
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), declared)
+    for layer, layer_key in enumerate(jax.random.split(key, layers)):
+        value = jax.tree.map(lambda leaf: leaf[0], _draw(one, path, layer_key))
+        stack = set_layer(stack, destination.layer(path, value), layer)
+    return stack
 
 
 def _draw(declared: Any, path: Path, key: jax.Array) -> Any:
@@ -77,14 +90,10 @@ def _draw_nf4(declared: NF4Tensor, key: jax.Array) -> NF4Tensor:
 
 @partial(jax.jit, static_argnums=1)
 def _draw_bytes(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Draw uint8 [layers, bytes], a layer at a time and four bytes together."""
-    layers, count = shape
-
-    def layer(key: jax.Array) -> jax.Array:
-        words = jax.random.bits(key, (-(-count // 4),), jnp.uint32)
-        return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:count]
-
-    return jax.lax.map(layer, jax.random.split(key, layers))
+    """Draw uint8 `shape`, four bytes together."""
+    count = math.prod(shape)
+    words = jax.random.bits(key, (-(-count // 4),), jnp.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:count].reshape(shape)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
