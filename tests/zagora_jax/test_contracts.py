@@ -1,0 +1,229 @@
+"""What a spread train step may send and hold: read from the program compiled for RTX 4090s that are not there.
+
+Each contract is also tried on a program that breaks it, so that no checker passes everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absent_gpus import needs_plugin
+from jax import lax
+
+import models.linear
+import models.llama
+import zagora_jax.distribution
+import zagora_jax.step
+from models.cross_entropy import CHUNK_TOKENS, cross_entropy_sum
+from sharding.flat import FlatShard, unflatten
+from sharding.program import Buffer, Collective, buffers, collectives, memory
+from sharding.targets import absent_devices
+from zagora_jax.checkpoints.known_models import KNOWN_MODELS
+from zagora_jax.command_line import parse
+from zagora_jax.config import TrainConfig
+from zagora_jax.devices import choose_mesh
+from zagora_jax.planning import compile_planned_step
+
+pytestmark = needs_plugin
+
+SIZES = KNOWN_MODELS["tinyllama-1.1b"]
+HIDDEN, VOCABULARY = SIZES["hidden_size"], SIZES["vocab_size"]
+# So many layers that a stack of the smallest weight is larger than any one array of a right program.
+LAYERS, TOKENS, RANK = 24, 480, 16
+DEVICES = 4
+WEIGHTS = {(2048, 2048), (256, 2048), (5632, 2048), (2048, 5632)}
+ADAPTED = {(2048, 2048), (2048, 5632)}  # q_proj and down_proj alone, which compile in a third of the time
+CODES = {math.prod(shape) // 2 for shape in WEIGHTS}  # bytes of a layer's arrays
+SCALES = {math.prod(shape) // 64 for shape in WEIGHTS}
+ADAPTERS = {RANK * side for shape in ADAPTED for side in shape}  # elements
+ADAPTER_ELEMENTS = RANK * sum(map(sum, ADAPTED))  # of a layer
+FLOATS = ("f32", "bf16", "f16")
+
+
+class Program:
+    """A compiled train step, and what is read from it."""
+
+    def __init__(self, *options: str, remat: str = "offload"):
+        config = parse(
+            TrainConfig,
+            [
+                *("--model", f"synthetic:tinyllama-1.1b?layers={LAYERS}", "--lora.targets", "[q_proj, down_proj]"),
+                *("--sequence-length", str(TOKENS), "--gradient-accumulation-steps", "1", "--attention", "chunked"),
+                *("--lora.rank", str(RANK), "--remat", remat, *options),
+            ],
+        )
+        self.mesh = choose_mesh(config, absent_devices("rtx4090", DEVICES))
+        self.compiled = compile_planned_step(config, self.mesh)
+
+    @functools.cached_property
+    def exchanges(self) -> list[Collective]:
+        return [c for c in collectives(self.compiled, self.mesh.shape) if c.group_size > 1]
+
+    @property
+    def in_layers(self) -> list[Collective]:
+        """Those of the loops over layers, of which the compiler may have taken the first and last iterations out."""
+        return [c for c in self.exchanges if c.loop_trips and c.loop_trips >= LAYERS - 2]
+
+
+@pytest.fixture(scope="module")
+def fsdp() -> Program:
+    return Program("--mesh.fsdp", "4")
+
+
+@pytest.fixture(scope="module")
+def int8() -> Program:
+    return Program("--mesh.data", "2", "--mesh.fsdp", "2", "--gradient-compression", "int8")
+
+
+@pytest.fixture(scope="module")
+def int4() -> Program:
+    return Program("--mesh.data", "2", "--mesh.fsdp", "2", "--gradient-compression", "int4")
+
+
+@pytest.fixture(scope="module")
+def broken() -> Program:
+    """The same step with every constraint taken out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zagora_jax.distribution, "gather", gather_as_floats)
+        patch.setattr(models.linear, "frozen_matmul", matmul_that_keeps_its_weight)
+        patch.setattr(models.llama.MLP, "__call__", mlp_of_gathered_activations)
+        patch.setattr(
+            zagora_jax.step, "cross_entropy_sum", functools.partial(cross_entropy_sum, chunk_tokens=2 * TOKENS)
+        )
+        patch.setattr("sharding.targets.absent.compiler_options", lambda mesh: {})
+        return Program("--mesh.fsdp", "4", remat="none")
+
+
+def gather_as_floats(parameters, axis):
+    """`sharding.flat.gather`, but what travels is as wide as a weight."""
+
+    def whole(leaf):
+        if not isinstance(leaf, FlatShard):
+            return leaf
+        # The sines stand for dequantisation: past them, the compiler cannot move the gather to where it is narrow.
+        wide = jnp.sin(leaf.array.astype(jnp.bfloat16))
+        gathered = jnp.sin(lax.all_gather(wide, axis, tiled=True))
+        return unflatten(FlatShard(gathered.astype(leaf.array.dtype), leaf.shape))
+
+    return jax.tree.map(whole, parameters, is_leaf=lambda leaf: isinstance(leaf, FlatShard))
+
+
+def matmul_that_keeps_its_weight(x, weight, fetch):
+    """`frozen_matmul` without its rule for the backward pass."""
+    return jnp.einsum("...i,oi->...o", x, models.linear.dequantize(fetch(weight), x.dtype))
+
+
+_mlp = models.llama.MLP.__call__
+
+
+def mlp_of_gathered_activations(self, x, context):
+    everywhere = lax.all_gather(x, "fsdp")
+    return _mlp(self, jnp.roll(everywhere, 1, axis=0)[lax.axis_index("fsdp")], context)
+
+
+def foreign_to_layers(program: Program) -> set[tuple]:
+    """Kind, dtype and elements of what crosses in a layer and is neither codes nor scales nor of an adapter."""
+    allowed = {("all-gather", "u8", size) for size in CODES | SCALES}
+    allowed |= {("all-gather", "f32", size // 256) for size in SCALES}
+    allowed |= {(kind, "bf16", size) for kind in ("all-gather", "reduce-scatter") for size in ADAPTERS}
+    return {(c.kind, c.dtype, math.prod(c.shape)) for c in program.in_layers} - allowed
+
+
+def test_only_codes_scales_and_adapters_cross_in_a_layer(fsdp: Program, broken: Program) -> None:
+    assert not foreign_to_layers(fsdp)
+    assert {math.prod(c.shape) for c in fsdp.in_layers if c.dtype == "u8"} == CODES | SCALES  # all are found
+    foreign = foreign_to_layers(broken)
+    assert {("all-gather", "bf16", size) for size in CODES} <= foreign
+    assert ("all-gather", "bf16", DEVICES * TOKENS * HIDDEN) in foreign
+
+
+def unbounded_activations(program: Program) -> list[Collective]:
+    """Exchanges of more activations than the loss's chunk, but for the input embeddings' one."""
+    chunk = DEVICES * CHUNK_TOKENS
+    activations = [c for c in program.exchanges if c.dtype in FLOATS and len(c.shape) > 1 and c.shape[-1] == HIDDEN]
+    embedding = next(c for c in activations if c.kind == "reduce-scatter" and c.loop_trips == 1)
+    return [c for c in activations if math.prod(c.shape[:-1]) > chunk and c is not embedding]
+
+
+def test_activations_cross_in_the_loss_alone_and_a_chunk_at_a_time(fsdp: Program, broken: Program) -> None:
+    assert not unbounded_activations(fsdp)
+    assert any(c.loop_trips == 1 and c.shape == (DEVICES * TOKENS, HIDDEN) for c in unbounded_activations(broken))
+    assert any(c.loop_trips != 1 for c in unbounded_activations(broken))
+
+
+def stacks_of_weights(program: Program) -> list[Buffer]:
+    """Floating-point arrays on the device with as many elements as all layers have of the smallest weight."""
+    smallest = LAYERS * min(map(math.prod, WEIGHTS))
+    return [
+        buffer
+        for buffer in buffers(program.compiled)
+        if buffer.dtype in FLOATS
+        and buffer.opcode != "parameter"
+        and not buffer.host
+        and math.prod(buffer.shape) >= smallest
+        and not {VOCABULARY, VOCABULARY // DEVICES} & set(buffer.shape)
+    ]
+
+
+def test_no_weight_outlives_its_layer(fsdp: Program, broken: Program) -> None:
+    assert not stacks_of_weights(fsdp)
+    assert {math.prod(b.shape) for b in stacks_of_weights(broken)} >= {LAYERS * math.prod(w) for w in WEIGHTS}
+
+
+def test_layer_inputs_wait_on_the_host(fsdp: Program, broken: Program) -> None:
+    stack = (LAYERS, 1, TOKENS, HIDDEN)
+    assert {b.host for b in buffers(fsdp.compiled) if b.shape == stack} == {True}
+    assert memory(fsdp.compiled).host_temporaries == 2 * math.prod(stack)
+    assert memory(broken.compiled).host_temporaries == 0
+
+
+def code_gathers(program: Program) -> list[Collective]:
+    """The gathers of codes in layers, as whatever they travel."""
+    return [c for c in program.in_layers if c.kind == "all-gather" and math.prod(c.shape) in CODES]
+
+
+def hidden_share(program: Program) -> float:
+    """Of the bytes that layers gather, the share that travels while matrices are multiplied."""
+    gathers = code_gathers(program)
+    hidden = [c for c in gathers if any("gemm" in i.name or "dot" in i.name for i in c.overlapped)]
+    return sum(c.wire_bytes for c in hidden) / sum(c.wire_bytes for c in gathers)
+
+
+def test_the_next_layer_is_gathered_under_the_present_one(fsdp: Program, broken: Program) -> None:
+    # The first layer is gathered ahead of a loop, whose iterations each gather for the next.
+    assert max(c.loop_trips or 0 for c in code_gathers(fsdp)) == LAYERS - 1
+    assert max(c.loop_trips or 0 for c in code_gathers(broken)) == LAYERS
+    print(hidden_share(fsdp), hidden_share(broken))
+    assert hidden_share(fsdp) > 0.9
+    assert hidden_share(broken) == 0
+
+
+def sent(program: Program, axes: tuple[str, ...], kinds: tuple[str, ...], dtypes: tuple[str, ...]) -> float:
+    return sum(c.wire_bytes for c in program.exchanges if c.axes == axes and c.kind in kinds and c.dtype in dtypes)
+
+
+@pytest.mark.parametrize(("compression", "largest"), [("int8", 0.27), ("int4", 0.15)])
+def test_gradients_cross_as_small_integers(request: pytest.FixtureRequest, compression: str, largest: float) -> None:
+    program: Program = request.getfixturevalue(compression)
+    n = 2  # along either axis
+    # Between replicas: an all-reduce of this device's shards, once a step.
+    as_float32 = 2 * (n - 1) / n * 4 * LAYERS * ADAPTER_ELEMENTS / n
+    assert 0 < sent(program, ("data",), ("all-to-all", "all-gather"), ("u8",)) <= largest * as_float32
+    # Between shards: a reduce-scatter in the backward pass of each layer.
+    as_float32 = (n - 1) / n * 4 * LAYERS * ADAPTER_ELEMENTS
+    assert 0 < sent(program, ("fsdp",), ("all-to-all",), ("u8",)) <= largest * as_float32
+    assert not wide_gradients(program)
+
+
+def wide_gradients(program: Program) -> list[Collective]:
+    """Sums of more than single numbers in a layer or between replicas, as floating-point numbers."""
+    of_gradients = [c for c in program.exchanges if "data" in (c.axes or ())] + program.in_layers
+    return [c for c in of_gradients if c.kind != "all-gather" and c.dtype in FLOATS and c.bytes > 64]
+
+
+def test_uncompressed_gradients_would_be_seen(fsdp: Program) -> None:
+    assert {math.prod(c.shape) for c in wide_gradients(fsdp)} == ADAPTERS
