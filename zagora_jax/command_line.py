@@ -75,7 +75,8 @@ def _split(arguments: Sequence[str], options: Mapping[str, Option]) -> tuple[lis
             elif bool in option.types:
                 text = "true"
             else:
-                raise UserError(f"{COMMAND_LINE}: {option.flag}: expected a value after it, found none")
+                found = f"{rest[0]}; a value that begins with -- is written {option.flag}=VALUE" if rest else "none"
+                raise UserError(f"{COMMAND_LINE}: {option.flag}: expected a value after it, found {found}")
         if option.name in texts:
             raise UserError(f"{COMMAND_LINE}: {option.flag} is given twice: {texts[option.name]} and {text}")
         texts[option.name] = text

@@ -73,7 +73,10 @@ def read_scalar(option: Option, text: str) -> Any:
         return ""
     loader = _Loader("")
     node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
-    return _value(option, node, loader)
+    try:
+        return _value(option, node, loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{option.flag}: {_problem(error)}, found {text:.40}") from error
 
 
 def read_list(option: Option, text: str) -> Any:
@@ -114,7 +117,11 @@ def _given(
 
 
 def _value(option: Option, node: yaml.Node, loader: _Loader) -> Any:
-    value = loader.construct_object(node, deep=True)
+    try:
+        value = loader.construct_object(node, deep=True)
+    except (ValueError, LookupError, AttributeError) as error:  # PyYAML's, of `!!int x` or of thousands of digits
+        kind = node.tag.rpartition(":")[2]
+        raise yaml.constructor.ConstructorError(None, None, f"expected {kind}", node.start_mark) from error
     if isinstance(node, yaml.ScalarNode):
         return option.interpret(node.value, value)
     if isinstance(node, yaml.SequenceNode):

@@ -119,7 +119,7 @@ def test_a_positional_option():
         (["-epochs", "1"], r"unknown option -epochs; the nearest is --epochs$"),
         (["--"], r"unknown option --"),
         (["--epochs"], r"--epochs: expected a value after it, found none$"),
-        (["--epochs", "--packing"], r"--epochs: expected a value after it, found none$"),
+        (["--epochs", "--packing"], r"--epochs: expected a value after it, found --packing; .* --epochs=VALUE$"),
         (["--epochs", "1", "--epochs=2"], r"^command line: --epochs is given twice: 1 and 2$"),
         (["--max-steps", "1", "--max_steps", "1"], r"--max-steps is given twice"),
         (["--epochs", "two"], r'^command line: --epochs: expected a whole number, found "two"$'),
@@ -155,7 +155,6 @@ def test_missing_options():
         parse(TrainConfig, [])
     assert str(refused.value).splitlines() == [
         "model is required: give --model on the command line, or model: in the YAML file",
-        "data is required: give --data on the command line, or data: in the YAML file",
     ]
     with pytest.raises(UserError, match=r"^run is required: give RUN on the command line$"):
         parse(ExportConfig, ["--to", "x"])

@@ -92,6 +92,10 @@ def test_numbers_with_exponents(tmp_path, text):
         ("model: !!python/name:os.system x", r"config\.yaml:3: "),
         ("eval_data: !!python/name:os.system x", r"config\.yaml:3: not valid YAML: could not determine a constructor"),
         ("eval_data: &a [*a]", r"config\.yaml:3: not valid YAML: found unconstructable recursive node"),
+        ("seed: !!int two", r"config\.yaml:3: not valid YAML: expected int"),
+        ("packing: !!bool maybe", r"config\.yaml:3: not valid YAML: expected bool"),
+        ("output: !!timestamp today", r"config\.yaml:3: not valid YAML: expected timestamp"),
+        (f"seed: {'9' * 5000}", r"config\.yaml:3: not valid YAML: expected int"),
         ("eval_every: 5", r"^eval_every is 5 but there is no eval_data"),
         ("seed: \0", r"config\.yaml: not valid YAML: unacceptable character"),
     ],
@@ -107,7 +111,6 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
     lines = str(refused.value).splitlines()
     assert [line.split(": ", 1)[0].rpartition("/")[2] for line in lines] == [
         "model is required",
-        "data is required",
         "config.yaml:1",
         "config.yaml:2",
     ]
