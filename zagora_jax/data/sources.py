@@ -175,7 +175,7 @@ def _read_parquet(stream: BinaryIO, name: str) -> Iterator[SourceRow]:
             for value in batch.to_pylist():
                 number += 1
                 yield SourceRow(value, Location(name, number, "row"))
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:  # such as a date past the year 9999
         raise UserError(f"{name}: cannot be read as Parquet after row {number} ({error})") from error
 
 

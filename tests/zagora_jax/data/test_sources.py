@@ -137,6 +137,14 @@ def test_truncated_gzip_is_refused_after_its_whole_rows(tmp_path):
     assert read[-1].value["text"] == str(len(read) - 1) * 50
 
 
+def test_a_date_that_python_does_not_know_is_refused(tmp_path):
+    far = pyarrow.array([10**15], pyarrow.timestamp("ms"))  # the year 33658
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "timestamp": far}), path)
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read as Parquet after row 0 .*out of range"):
+        values(path)
+
+
 def test_names_and_content_must_agree(tmp_path):
     with pytest.raises(UserError, match="content is gzip data"):
         values(write(tmp_path / "a.jsonl", gzip.compress(b"{}")))
