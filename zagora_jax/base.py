@@ -77,6 +77,11 @@ def open_base(name: str, *, quantization: str, dtype: str, lora: LoraConfig | No
     config = synthetic_config(name) if checkpoint is None else checkpoint.config
     try:
         model_config = ModelConfig.from_hf(config)
+        if checkpoint is not None and model_config.num_layers > len(checkpoint.tensors):
+            raise ValueError(
+                f"config.json: num_hidden_layers is {model_config.num_layers}, but the files hold "
+                f"{len(checkpoint.tensors)} tensors in all"
+            )
         compute_dtype = jnp.dtype(dtype)
         bare = Llama(model_config, quantization=quantization, dtype=compute_dtype)
         adapter = None if lora is None else _lora_config(lora, bare)

@@ -1,7 +1,6 @@
 """Text from a model: batched sampling with a key-value cache."""
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from models.cache import KVCache
 from models.llama import Llama
 from models.parameters import split
 from zagora_jax.base import BaseModel, open_base
+from zagora_jax.checkpoints.json_files import parse_json_object
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
 from zagora_jax.tuned import open_tuned
@@ -70,8 +70,12 @@ def end_tokens(base: BaseModel) -> frozenset[int]:
     assert base.checkpoint is not None  # synthetic models have no tokenizer
     ids = {base.tokenizer().eos_token_id}
     for name in ("config.json", "generation_config.json"):
-        listed = json.loads(base.checkpoint.assets.get(name, b"{}")).get("eos_token_id")
-        ids.update(listed if isinstance(listed, list) else [listed])
+        source = f"{base.checkpoint.path / name}"
+        listed = parse_json_object(base.checkpoint.assets.get(name, b"{}"), source).get("eos_token_id")
+        listed = listed if isinstance(listed, list) else [listed]
+        if not all(token is None or type(token) is int for token in listed):
+            raise UserError(f"{source}: eos_token_id: expected a whole number or a list of them, found {listed}")
+        ids.update(listed)
     return frozenset(token for token in ids if token is not None)
 
 
@@ -94,7 +98,7 @@ class Generator:
         """Ask each question as a user's turn of its own, in the tokenizer's chat template.
 
         Raises:
-            UserError: the tokenizer has no chat template.
+            UserError: the tokenizer has no chat template, or one that refuses the question.
         """
         if not self._tokenizer.chat_template:
             raise UserError(
@@ -102,9 +106,12 @@ class Generator:
             )
         prompts = []
         for question in questions:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-            )
+            turns = [{"role": "user", "content": question}]
+            try:
+                text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # a template is a program: it may raise anything
+                name = self._tokenizer.name_or_path
+                raise UserError(f"{name}: its chat template refuses the prompt {question:.40}: {error}") from error
             prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
         return [text.strip() for text in self._decode(self.generate(prompts, sampling))]
 

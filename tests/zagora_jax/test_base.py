@@ -98,6 +98,14 @@ def test_a_config_that_fits_no_model_names_the_model(tmp_path):
         opened(directory)
 
 
+def test_more_layers_than_tensors_are_refused_at_once(tmp_path):
+    directory = oracles.tiny_llama(tmp_path / "tiny", num_hidden_layers=1)
+    config = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(config.replace('"num_hidden_layers": 1', '"num_hidden_layers": 10000000000'))
+    with pytest.raises(UserError, match="num_hidden_layers is 10000000000, but the files hold 12 tensors in all"):
+        opened(directory)
+
+
 def test_a_synthetic_model_says_so_and_has_no_tokenizer():
     base = opened("synthetic:smollm2-135m?layers=1")
     assert base.synthetic

@@ -101,6 +101,14 @@ def test_a_model_without_a_chat_template_continues_only(run, generator, tmp_path
         bare.answer(["Hi"], GREEDY)
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('tools only') }}", "{{ broken( }}"])
+def test_a_chat_template_that_refuses_the_prompt_is_named(generator, tmp_path, template):
+    strict = tiny_tokenizer(tmp_path, chat_template=template)
+    chatting = Generator(generator._graph, generator._frozen, generator._adapters, strict, frozenset())
+    with pytest.raises(UserError, match="chat template refuses the prompt Hi: "):
+        chatting.answer(["Hi"], GREEDY)
+
+
 def test_end_tokens_are_those_of_tokenizer_and_configs(tmp_path):
     from zagora_jax.base import open_base
 
@@ -108,6 +116,17 @@ def test_end_tokens_are_those_of_tokenizer_and_configs(tmp_path):
     (model / "generation_config.json").write_text('{"eos_token_id": 9}')
     base = open_base(str(model), quantization="none", dtype="float32", lora=None)
     assert generation.end_tokens(base) == {7, 8, 9, 258}
+
+
+@pytest.mark.parametrize("content", ["nope", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": [[2]]}'])
+def test_end_tokens_that_are_none_are_named_by_file(tmp_path, content):
+    from zagora_jax.base import open_base
+
+    model = tiny_llama(tmp_path / "model")
+    (model / "generation_config.json").write_text(content)
+    base = open_base(str(model), quantization="none", dtype="float32", lora=None)
+    with pytest.raises(UserError, match=f"{model}/generation_config.json"):
+        generation.end_tokens(base)
 
 
 def test_a_synthetic_run_is_refused_before_its_weights_are_made(tmp_path, monkeypatch):

@@ -88,10 +88,16 @@ def _load(files: dict[str, bytes], checkpoint: Checkpoint) -> "PreTrainedTokeniz
             path.write_bytes(data)
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+            tokenizer("")  # only now is a model_max_length of another type noticed
         # The library raises whatever its parsers meet, bare Exception included.
         except Exception as error:
             reason = str(error).replace(directory, str(checkpoint.path))
             raise UserError(f"{checkpoint.path}: the tokenizer cannot be loaded: {reason:.500}") from error
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise UserError(
+            f"{checkpoint.path}: tokenizer_config.json: chat_template: expected a text or a list of named templates, "
+            f"found {type(tokenizer.chat_template).__name__}"
+        )
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = checkpoint.name
     return tokenizer
 

@@ -129,6 +129,20 @@ def test_a_damaged_tokenizer_is_one_clear_error(tmp_path, content):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"chat_template": 5}, "tokenizer_config.json: chat_template: expected a text or a list of named templates"),
+        ({"model_max_length": "long"}, "the tokenizer cannot be loaded: "),
+    ],
+)
+def test_fields_of_another_type_are_one_clear_error(tmp_path, config, message):
+    folder = write_folder(tmp_path)
+    word_level(folder, **config)
+    with pytest.raises(UserError, match=f"{tmp_path}: {message}"):
+        load(folder)
+
+
 def test_tokens_without_a_row_are_refused_by_file(tmp_path):
     folder = write_folder(tmp_path)
     word_level(folder, ("<s>", "</s>", *map(str, range(126))))
