@@ -1,5 +1,6 @@
 """Between the model's stacked adapter parameters and PEFT's files."""
 
+import math
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -65,13 +66,29 @@ def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig
     )
 
 
+def check_scale(directory: Path, config: AdapterConfig, model: Llama) -> None:
+    """Refuse an adapter that was trained with another scale than `model` applies.
+
+    Raises:
+        UserError: adapter_config.json and the options that `model` was declared with differ.
+    """
+    scale = next(linear.adapter.scale for linear in linear_modules(model).values() if linear.adapter is not None)
+    if not math.isclose(config.scale, scale):
+        raise UserError(
+            f"{directory}: was trained with rank {config.r}, alpha {config.lora_alpha:g}, use_rslora "
+            f"{str(config.use_rslora).lower()}, a scale of {config.scale:g}; the run's config.yaml now gives "
+            f"{scale:g}. Set its lora options back"
+        )
+
+
 def load_adapter(directory: Path, model: Llama) -> nnx.State:
     """Read a PEFT adapter into the declared `model`'s adapter parameters, as float32.
 
     Raises:
-        UserError: a tensor is missing, has no place in the model or has another shape.
+        UserError: a tensor is missing, has no place in the model, has another shape or is not finite; or the scale is
+            not the model's.
     """
-    tensors, _ = read_adapter(directory)
+    tensors, config = read_adapter(directory)
     names = peft_names(model)
     declared = by_path(nnx.state(model, Adapter))
     missing, extra = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
@@ -88,7 +105,10 @@ def load_adapter(directory: Path, model: Llama) -> nnx.State:
                 f"{directory}: tensor {name} has shape {tensors[name].shape}, the model's adapter needs "
                 f"{stacks[path].shape[1:]}"
             )
+        if not np.isfinite(tensors[name]).all():
+            raise UserError(f"{directory}: tensor {name} holds numbers that are not finite: the training diverged")
         stacks[path][layer] = tensors[name]
+    check_scale(directory, config, model)
     return nnx.from_flat_state(
         [(path, variable.replace(jnp.asarray(stacks[path]))) for path, variable in declared.items()]
     )

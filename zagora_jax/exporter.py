@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from models.parameters import Adapter
-from zagora_jax.adapter import PEFT_PREFIX, peft_names
+from zagora_jax.adapter import PEFT_PREFIX, check_scale, peft_names
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.export_directory import check_replaceable, export_directory
@@ -110,6 +110,7 @@ def _open_source(config: ExportConfig) -> _Source:
     _check_fingerprint(run, base.checkpoint, report.get("model_fingerprint"))
     tensors, adapter = read_adapter(run.adapter)
     _check_adapter(run.adapter, base, tensors)
+    check_scale(run.adapter, adapter, base.model)
     return _Source(run, trained, base, base.checkpoint, tensors, adapter)
 
 
@@ -147,6 +148,9 @@ def _protect(to: Path, source: _Source) -> None:
     for kept in (run.path, run.adapter, run.checkpoints, source.checkpoint.path):
         if kept.resolve().is_relative_to(to.resolve()):
             raise UserError(f"--to {to}: would replace {kept}, which the export reads. Give another directory")
+    for folder in (run.adapter, run.checkpoints):
+        if to.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"--to {to}: lies in {folder}, which belongs to the run. Give another directory")
 
 
 def _require_space(to: Path, tensor_bytes: int, checkpoint: Checkpoint) -> None:

@@ -17,6 +17,7 @@ from zagora_jax.config import ExportConfig, LoraConfig, TrainConfig
 from zagora_jax.config_file import save_config
 from zagora_jax.errors import UserError
 from zagora_jax.exporter import export
+from zagora_jax.run_directory import RunDirectory
 
 ALPHA = 8
 TOKENS = np.random.default_rng(1).integers(0, 320, (2, 40))
@@ -282,6 +283,18 @@ class TestRefusals:
     def test_what_the_export_reads(self, tmp_path, name):
         make_run(tmp_path / "run", tiny_llama(tmp_path / "model"))
         self.refuse(tmp_path, "would replace .*, which the export reads", to=tmp_path / name, overwrite=True)
+
+    @pytest.mark.parametrize("name", ["run/adapter/merged", "run/checkpoints/7"])
+    def test_a_place_inside_what_the_run_keeps(self, tmp_path, name):
+        make_run(tmp_path / "run", tiny_llama(tmp_path / "model"))
+        self.refuse(tmp_path, "lies in .*, which belongs to the run", to=tmp_path / name)
+
+    @pytest.mark.parametrize("change", [{"alpha": 64}, {"use_rslora": True}])
+    def test_another_scale_than_the_adapter_was_trained_with(self, tmp_path, run, change):
+        config = RunDirectory(run).read_config()
+        lora = config.lora.model_copy(update=change)
+        RunDirectory(run).write_config(config.model_copy(update={"lora": lora}))
+        self.refuse(tmp_path, "was trained with rank 4, .* Set its lora options back")
 
     def test_a_link_to_what_the_export_reads(self, tmp_path):
         make_run(tmp_path / "run", tiny_llama(tmp_path / "model"))

@@ -11,7 +11,7 @@ from flax import nnx
 from oracles import tiny_llama
 from runs import finished_run, tiny_config
 
-from zagora_jax.checkpoints.peft import read_adapter
+from zagora_jax.checkpoints.peft import read_adapter, write_adapter
 from zagora_jax.checkpoints.run_state import StateWriter
 from zagora_jax.errors import UserError
 from zagora_jax.step import initial_state
@@ -92,4 +92,21 @@ def test_an_adapter_of_other_modules_is_refused(run):
     other = run.read_config().model_copy(update={"lora": run.read_config().lora.model_copy(update={"rank": 8})})
     run.write_config(other)
     with pytest.raises(UserError, match="has shape"):
+        open_tuned(run.path)
+
+
+@pytest.mark.parametrize("change", [{"alpha": 64}, {"use_rslora": True}])
+def test_another_scale_than_the_adapter_was_trained_with_is_refused(run, change):
+    config = run.read_config()
+    run.write_config(config.model_copy(update={"lora": config.lora.model_copy(update=change)}))
+    with pytest.raises(UserError, match=r"was trained with rank 4, alpha 32, .* Set its lora options back"):
+        open_tuned(run.path)
+
+
+def test_an_adapter_of_a_diverged_training_is_refused(run):
+    tensors, config = read_adapter(run.adapter)
+    name = min(tensors)
+    tensors[name][0, 0] = np.nan
+    write_adapter(run.adapter, tensors, config)
+    with pytest.raises(UserError, match=rf"tensor {name} holds numbers that are not finite"):
         open_tuned(run.path)
