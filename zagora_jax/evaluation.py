@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
-from zagora_jax.config import EvaluateConfig
+from zagora_jax.config import EvaluateConfig, MeshConfig, TrainConfig
 from zagora_jax.data.batches import Batch, Batches
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.devices import choose_mesh
@@ -61,7 +62,7 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     tuned = open_tuned(config.run, config.checkpoint)
     options = {"micro_batch_size": config.micro_batch_size, "sequence_length": config.sequence_length}
     run_config = tuned.config.model_copy(update={name: value for name, value in options.items() if value is not None})
-    distribution = Distribution(choose_mesh(run_config), tuned.base.model)
+    distribution = Distribution(_mesh_here(run_config), tuned.base.model)
     batches = evaluation_batches(run_config, tuned.base, distribution.rows_divisor, reporter, config.data)
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data; give --data")
@@ -69,3 +70,11 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
         frozen = tuned.base.load(count.advance, distribution)
     step = compile_evaluation(tuned.graph, forward_options(run_config, tuned.base), distribution, frozen, batches)
     return evaluate(step, distribution.put(distribution.adapters, tuned.adapters), batches.epoch(0))
+
+
+def _mesh_here(config: TrainConfig) -> Mesh:
+    """Lay devices out as in training where there are enough of them, or else all; the loss is the same."""
+    try:
+        return choose_mesh(config)
+    except UserError:
+        return choose_mesh(config.model_copy(update={"mesh": MeshConfig()}))

@@ -7,7 +7,7 @@ from runs import finished_run, recorder, tiny_config, write_rows
 
 from zagora_jax import evaluate as command
 from zagora_jax.base import open_base
-from zagora_jax.config import EvaluateConfig
+from zagora_jax.config import EvaluateConfig, MeshConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.errors import UserError
@@ -51,6 +51,12 @@ def test_the_loss_is_that_of_transformers_and_peft(run, measured):
     assert measured.supervised_tokens == count > 0
     # float32 logits are off by some 1e-5 of their scale (see test_parity), and so is each token's loss at most.
     assert measured.loss == pytest.approx(total / count, rel=1e-4)
+
+
+def test_a_run_on_more_devices_than_here_is_evaluated_too(run, measured, tmp_path):
+    spread = run.read_config().model_copy(update={"mesh": MeshConfig(data=16, fsdp=16)})
+    there = finished_run(tmp_path / "run", spread)
+    assert evaluate_run(EvaluateConfig(run=there.path), recorder()[0]) == measured
 
 
 def test_the_loss_does_not_depend_on_how_rows_are_batched(run, measured, tmp_path):
