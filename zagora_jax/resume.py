@@ -1,6 +1,6 @@
 """Whether, and from where, a run goes on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,15 @@ def find_saved(
         step = states.latest() if config.resume is True else _step_of(Path(config.resume), directory, states)
         if step is None:
             return None
-        saved = Progress(**states.progress(step))
+        recorded = states.progress(step)
     path = directory.checkpoints / str(step)
+    if recorded.keys() != {field.name for field in fields(Progress)}:
+        raise UserError(
+            f"{path}: progress: expected {', '.join(field.name for field in fields(Progress))}, found "
+            f"{', '.join(recorded) or 'nothing'}: another version of zagora-jax saved it. Go on with that version, or "
+            "begin a new run"
+        )
+    saved = Progress(**recorded)
     _compare(saved, present, config, path)
     try:
         batches.set_state(saved.data)

@@ -1,9 +1,11 @@
 """What a run leaves behind: config.yaml, metrics.jsonl, report.json, checkpoints/, adapter/."""
 
+import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,18 +71,44 @@ class RunDirectory:
                     "Give --resume to go on with it, or another --output"
                 )
 
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Make the directory and keep other runs from it; the lock is the directory's own and ends with the process.
+
+        Raises:
+            UserError: the directory cannot be made or written to, or another run is writing there.
+        """
+        self._make()
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"--output {self.path}: another run is writing there now; wait for it, or give another --output"
+                ) from error
+            yield
+        finally:
+            os.close(descriptor)
+
     def create(self) -> None:
         """Make the directory, see that it can be written to, and remove files that a broken run left half written."""
+        self._make()
+        ours = [self.config, self.metrics, self.report, self.layout]
+        for file in ours + [self.adapter / name for name in (CONFIG, WEIGHTS)]:
+            for remains in file.parent.glob(f".{file.name}.*.tmp"):
+                remains.unlink()
+
+    def _make(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output {self.path}: cannot be made: {error.strerror}") from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise UserError(f"--output {self.path}: may not be written to; give another --output")
-        ours = [self.config, self.metrics, self.report, self.layout]
-        for file in ours + [self.adapter / name for name in (CONFIG, WEIGHTS)]:
-            for remains in file.parent.glob(f".{file.name}.*.tmp"):
-                remains.unlink()
+        for folder in (self.checkpoints, self.adapter):
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"{folder}: expected a folder, found a file; remove it, or give another --output")
 
     def read_config(self) -> TrainConfig:
         """Read config.yaml."""
@@ -141,11 +169,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: str, path: Path) -> dict[str, Any]:
-    return parse_json_object(line.encode(), str(path))
+    entry = parse_json_object(line.encode(), str(path))
+    if not isinstance(entry.get("step"), int):
+        raise UserError(f"{path}: expected the number of a step in every line, found {line.strip():.80}")
+    return entry
 
 
 def _complete_lines(path: Path) -> list[str]:
     if not path.exists():
         return []
-    with path.open(encoding="utf-8") as file:
-        return [line for line in file if line.endswith("\n") and line.strip()]
+    try:
+        with path.open(encoding="utf-8") as file:
+            return [line for line in file if line.endswith("\n") and line.strip()]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: expected JSON in UTF-8, found other bytes ({error.reason})") from error

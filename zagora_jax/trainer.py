@@ -22,7 +22,7 @@ from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
-from zagora_jax.devices import choose_mesh, limit_memory
+from zagora_jax.devices import choose_mesh, limit_memory, require_memory
 from zagora_jax.distribution import Distribution, wire_bytes
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
@@ -54,9 +54,16 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
     """Train an adapter as `config` says, or go on with a run that was broken off.
 
     Raises:
-        UserError: wrong input, found before the weights are read; or a training that diverges.
+        UserError: wrong input, found before the weights are read; a training that diverges; a disk that is full.
     """
-    return _Run(config, reporter or Reporter()).train()
+    run = _Run(config, reporter or Reporter())
+    try:
+        return run.train()
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or run.directory.path}: {error.strerror or error}. What was saved before stands: once "
+            "this is mended, the same command with --resume goes on from the newest checkpoint"
+        ) from error
 
 
 class _Run:
@@ -101,6 +108,12 @@ class _Run:
                 f"{self.directory.path}: finished already, at step {self.first_step} of {self.total_steps}"
             )
             return self._result()
+        with self.directory.claimed():
+            if not self.config.resume:
+                self.directory.require_free()  # again: another run may have ended there since
+            return self._train()
+
+    def _train(self) -> TrainResult:
         self._open_directory()
         frozen = self._load()
         state = self._initial_state()
@@ -207,11 +220,12 @@ class _Run:
         )
         started = time.perf_counter()
         compiled = distribution.compile_step(step, self.state_shapes, self.batches.abstract())
-        planned = memory(compiled).peak / GIB
+        planned = memory(compiled).peak
         self.reporter.say(
-            f"compiled in {time.perf_counter() - started:.1f} s; the step needs {planned:.2f} GiB a device"
+            f"compiled in {time.perf_counter() - started:.1f} s; the step needs {planned / GIB:.2f} GiB a device"
         )
-        self.directory.update_report({"planned_memory_gib": planned})
+        self.directory.update_report({"planned_memory_gib": planned / GIB})
+        require_memory(planned, distribution.mesh.devices.flat)
         self._report_layout(compiled)
         return lambda state, batch: compiled(state, frozen, distribution.put_batch(batch))
 

@@ -222,3 +222,10 @@ def test_a_damaged_checkpoint_is_named(world, copy):
     (copy / "checkpoints" / "8" / "progress" / "metadata").unlink()
     with pytest.raises(UserError, match=r"checkpoints/8: the checkpoint is damaged .* are 3, 6, 8: use another one"):
         train(configure(folder, copy, resume=True, **PLAIN), recorder()[0])
+
+
+def test_what_another_version_saved_is_named(world, copy):
+    folder, _ = world
+    (copy / "checkpoints" / "8" / "progress" / "metadata").write_text('{"model": "", "rows": 3}')
+    with pytest.raises(UserError, match=r"checkpoints/8: progress: expected model, data, .* another version"):
+        train(configure(folder, copy, resume=True, **PLAIN), recorder()[0])

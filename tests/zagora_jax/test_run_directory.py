@@ -102,10 +102,36 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
             RunDirectory(path).create()
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "adapter"])
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=f"{tmp_path / name}: expected a folder, found a file"):
+        RunDirectory(tmp_path).create()
+
+
+@pytest.mark.parametrize("line", [b"junk\n", b"{}\n", b'{"step": "1"}\n', b"\xff\n"])
+def test_metrics_that_were_damaged_are_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(UserError, match=f"{path}"):
+        MetricsFile(path, after_step=1)
+    assert path.read_bytes() == line
+
+
 def test_a_directory_that_may_not_be_written_to_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # nothing is forbidden to root
     with pytest.raises(UserError, match=f"--output {tmp_path}: may not be written to"):
         RunDirectory(tmp_path).create()
+
+
+def test_a_directory_has_one_run_at_a_time(tmp_path):
+    path = tmp_path / "run"
+    with RunDirectory(path).claimed():
+        message = f"--output {path}: another run is writing there now"
+        with pytest.raises(UserError, match=message), RunDirectory(path).claimed():
+            pytest.fail("two runs have one directory")
+    with RunDirectory(path).claimed():
+        assert path.is_dir()
 
 
 def test_half_written_files_are_removed_and_others_left(tmp_path):

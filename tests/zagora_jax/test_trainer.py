@@ -1,6 +1,8 @@
 """Training runs, seen from the outside: what they leave, what they say, what they never do."""
 
+import errno
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -316,6 +318,21 @@ def test_an_output_that_cannot_be_made_is_named(folder, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"--output {tmp_path}/file/run: cannot be made"):
         train(configure(folder, tmp_path / "file" / "run"), recorder()[0])
+
+
+def test_a_full_disk_is_named_and_resumed_from(folder, tmp_path, made_up, monkeypatch):
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run" / "adapter"))
+
+    made_up([(True, None)] * 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "save_adapter", full)
+        message = f"{tmp_path}/run/adapter: No space left on device. What was saved .* with --resume goes on"
+        with pytest.raises(UserError, match=message):
+            train(configure(folder, tmp_path / "run"), recorder()[0])
+    made_up([(True, None)] * 3)
+    train(configure(folder, tmp_path / "run", resume=True), recorder()[0])
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
 
 
 def test_resuming_without_a_saved_step_says_so_and_begins(folder, tmp_path, made_up):

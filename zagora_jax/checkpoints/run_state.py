@@ -1,5 +1,7 @@
 """Saving and restoring a run's state with Orbax."""
 
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,17 +45,27 @@ class StateWriter:
         self._settle()
 
     def save(self, state: TrainState, progress: Mapping[str, Any]) -> None:
-        """Write `state`, and beside it the JSON-serialisable `progress`."""
+        """Write `state`, and beside it the JSON-serialisable `progress`.
+
+        Raises:
+            OSError: the disk is full or broken; the states saved before stand.
+        """
         # As arrays of the host, which can be restored to any devices.
         adapters, training = jax.device_get(_parts(state))
-        saved = self._manager.save(
-            int(state.step),
-            args=ocp.args.Composite(
-                adapters=ocp.args.StandardSave(adapters),
-                training=ocp.args.StandardSave(training),
-                progress=ocp.args.JsonSave(dict(progress)),
-            ),
-        )
+        try:
+            saved = self._manager.save(
+                int(state.step),
+                args=ocp.args.Composite(
+                    adapters=ocp.args.StandardSave(adapters),
+                    training=ocp.args.StandardSave(training),
+                    progress=ocp.args.JsonSave(dict(progress)),
+                ),
+            )
+        except ValueError as error:  # what tensorstore makes of an error of the operating system
+            code = re.search(r"os_error_code='(\d+)'", str(error))
+            if code is None:
+                raise
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(self._directory)) from error
         if not saved:  # Orbax says so where a state of this or a later step exists.
             raise RuntimeError(f"{self._directory}: the state of step {state.step} was not saved")
         self._settle()

@@ -1,3 +1,4 @@
+import errno
 import os
 
 import pytest
@@ -28,6 +29,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         fail()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_failed_write_names_its_file(tmp_path):
+    def fail():
+        with atomic_file(tmp_path / "x"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        fail()
+    assert failed.value.filename == str(tmp_path / "x")
 
 
 def test_files_have_the_usual_permissions(tmp_path):

@@ -1,5 +1,6 @@
 """States through Orbax and back, bit for bit, and what broken saves leave."""
 
+import resource
 import shutil
 
 import jax
@@ -117,6 +118,19 @@ def test_a_step_is_never_saved_over(blank, tmp_path):
     write(tmp_path / "checkpoints", blank, 2)
     with pytest.raises(RuntimeError, match="the state of step 2 was not saved"):
         write(tmp_path / "checkpoints", blank, 2, after_step=2)
+
+
+def test_a_full_disk_is_an_error_of_the_operating_system(blank, tmp_path):
+    folder = tmp_path / "checkpoints"
+    write(folder, blank, 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # bytes a file: Python ignores the signal
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(folder, blank, 4, after_step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert steps_in(folder) == [2]
 
 
 def test_a_folder_that_does_not_exist_holds_no_state(tmp_path):
