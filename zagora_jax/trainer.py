@@ -37,6 +37,7 @@ from zagora_jax.step import TrainState, initial_state, make_train_step
 MAX_SKIPPED_IN_A_ROW = 5
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+CompiledStep = Callable[[TrainState, nnx.State, Batch], tuple[TrainState, dict[str, jax.Array]]]
 Measure = Callable[[TrainState], Evaluation]
 
 
@@ -85,6 +86,11 @@ class _Run:
         )
         self.graph, self.declared_frozen, self.declared_adapters = split(self.base.model)
         self.distribution = Distribution(choose_mesh(config), self.base.model, config.gradient_compression)
+        if config.gradient_compression != "none" and self.distribution.rows_divisor == 1:
+            raise UserError(
+                f"--gradient-compression {config.gradient_compression}: one device has nobody to send gradients to; "
+                "leave it out, or use more devices"
+            )
         if config.compute_dtype == "float16" and self.distribution.scatters_compressed:
             raise UserError(
                 "--gradient-compression over fsdp does not go with --compute-dtype float16, whose loss scale changes "
@@ -115,13 +121,15 @@ class _Run:
 
     def _train(self) -> TrainResult:
         self._open_directory()
+        # Before any weight is read, so that a step that cannot fit costs seconds.
+        compiled = self._compile_step() if self.first_step < self.total_steps else None
         frozen = self._load()
         state = self._initial_state()
         measure = self._compile_evaluation(frozen)
         if self.saved is None:
             self._evaluate(measure, state, "loss_before")
-        if self.first_step < self.total_steps:
-            state = self._loop(self._compile_step(frozen), measure, state)
+        if compiled is not None:
+            state = self._loop(lambda state, batch: compiled(state, frozen, batch), measure, state)
         self._evaluate(measure, state, "loss_after")
         return self._result()
 
@@ -138,6 +146,10 @@ class _Run:
             self.reporter.say(f"{self.directory.path}: no step was saved here yet, so this run begins at the first one")
         facts = self._facts()
         self.reporter.banner("zagora-jax train", facts)
+        if self.batches.width > (context := self.base.model.config.max_positions):
+            self.reporter.say(
+                f"warning: rows have up to {self.batches.width} tokens, but the model's context is {context}"
+            )
         self.directory.write_config(self.config)
         if self.saved is None:
             self.directory.report.unlink(missing_ok=True)
@@ -159,7 +171,8 @@ class _Run:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
         return {
             "model": f"{self.base.name} ({total / 1e6:,.1f} M parameters)"
-            + (" SYNTHETIC" if self.base.synthetic else ""),
+            + (", output head tied to the embedding" if self.base.model.config.tie_embeddings else "")
+            + (", SYNTHETIC" if self.base.synthetic else ""),
             "weights": f"{config.quantization}, {frozen_bytes / GIB:.2f} GiB",
             "adapter": f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
             "adapted": f"{len(modules)} modules: {names}",
@@ -205,7 +218,7 @@ class _Run:
         self.directory.update_report({name: result.loss, "eval_supervised_tokens": result.supervised_tokens})
         self.reporter.say(f"eval loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
 
-    def _compile_step(self, frozen: nnx.State) -> Step:
+    def _compile_step(self) -> CompiledStep:
         """Compile the train step once and for all: the result refuses other shapes instead of compiling again."""
         config, distribution = self.config, self.distribution
         step = make_train_step(
@@ -227,7 +240,7 @@ class _Run:
         self.directory.update_report({"planned_memory_gib": planned / GIB})
         require_memory(planned, distribution.mesh.devices.flat)
         self._report_layout(compiled)
-        return lambda state, batch: compiled(state, frozen, distribution.put_batch(batch))
+        return lambda state, frozen, batch: compiled(state, frozen, distribution.put_batch(batch))
 
     def _report_layout(self, compiled: jax.stages.Compiled) -> None:
         """Write down where the arrays are, and say what crosses between devices in a step."""

@@ -255,7 +255,7 @@ def made_up(monkeypatch):
     def make_up(results):
         results = iter(results)
 
-        def step(state, batch):
+        def step(state, _frozen, batch):
             finite, scale = next(results)
             numbers = {
                 "loss": np.float32(1.0 if finite else np.nan),
@@ -361,3 +361,9 @@ def test_a_synthetic_run_says_so(tmp_path, made_up, monkeypatch):
     assert RunDirectory(config.output).read_report()["synthetic"] is True
     with pytest.raises(UserError, match="random tokens have no epochs"):
         train(config.model_copy(update={"max_steps": None, "output": tmp_path / "other"}), reporter)
+
+
+def test_compression_without_anybody_to_send_to_is_refused(folder, tmp_path):
+    with pytest.raises(UserError, match="--gradient-compression int8: one device has nobody to send gradients to"):
+        train(configure(folder, tmp_path / "run", gradient_compression="int8"), recorder()[0])
+    assert not (tmp_path / "run").exists()
