@@ -10,6 +10,9 @@ from jax.sharding import Mesh
 _OPTIONS = {
     # Starts an exchange early and waits for it late, with computation between.
     "xla_gpu_enable_latency_hiding_scheduler": True,
+    # By itself it lets one exchange run at a time, and leaves most gathers of a backward pass to the end of a layer.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     # Products with one operand in common are not merged into one. The merger concatenates the other operands: a copy of
     # each dequantised weight with the adapter's few rows below it.
     "xla_gpu_dot_merger_threshold_mb": 0,
@@ -23,7 +26,7 @@ _PIPELINED_GATHERS: tuple[dict[str, Any], ...] = (
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Return the options to compile a program for a mesh with, as `jax.stages.Lowered.compile` takes them.
+    """Return the options to compile a spread step for a mesh with, as `sharding.targets.compile_for` takes them.
 
     Raises:
         RuntimeError: this jaxlib knows no option that pipelines gathers.

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.llama import Llama
 from models.parameters import Adapter, Frozen, Path, by_path
 from models.placement import Placement
+from sharding.compiler import compiler_options
 from sharding.compression import Compression, ErrorFeedback
 from sharding.flat import gather
 from sharding.group import Group, Residuals, exchange_layer
@@ -217,7 +218,7 @@ class Distribution:
             mapped, in_shardings=to_sharding(specs), out_shardings=to_sharding(out_specs), donate_argnums=donated
         )
         arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
-        return compile_for(self.mesh, jitted, *arguments)
+        return compile_for(self.mesh, jitted, *arguments, options=compiler_options(self.mesh))
 
 
 def _kind(path: Path, leaf_path: tuple) -> str:

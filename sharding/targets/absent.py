@@ -7,6 +7,7 @@ kind and number of them, and the compiled program tells its memory and its traff
 import importlib.util
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from sharding.compiler import compiler_options
 from sharding.targets.gpus import Gpu, gpu
 
 INSTALL = "install it with `pip install 'zagora-jax[plan]'`"
@@ -118,8 +118,10 @@ def _require_compiler() -> None:
         raise ModuleNotFoundError(f"compiling for absent GPUs needs CUDA's assembler, ptxas: {INSTALL}")
 
 
-def compile_for(mesh: Mesh, function: Any, *arguments: Any) -> jax.stages.Compiled:
-    """Compile a jitted function for a mesh of devices that may be absent, with the options of `compiler_options`.
+def compile_for(
+    mesh: Mesh, function: Any, *arguments: Any, options: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compile a jitted function for a mesh of devices that may be absent, arguments in host memory included.
 
     Absent devices have no memories, so that a NamedSharding over a Mesh of them silently drops its memory kind: an
     argument meant for pinned host memory would be planned on the device. Over `mesh.abstract_mesh` it keeps the kind,
@@ -129,7 +131,7 @@ def compile_for(mesh: Mesh, function: Any, *arguments: Any) -> jax.stages.Compil
         mesh: the devices.
         function: what jax.jit returned. Its shardings, and those of the arguments, are over `mesh.abstract_mesh`.
         *arguments: arrays or jax.ShapeDtypeStructs.
+        options: XLA's, by name.
     """
-    options = compiler_options(mesh)
     with jax.set_mesh(mesh):
-        return function.lower(*arguments).compile(compiler_options=options)
+        return function.lower(*arguments).compile(compiler_options=dict(options or {}))
