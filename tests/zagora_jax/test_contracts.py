@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from absent_gpus import needs_plugin
+from absent_gpus import needs_cudnn, needs_plugin
 from jax import lax
 
 import models.linear
@@ -226,3 +226,26 @@ def wide_gradients(program: Program) -> list[Collective]:
 
 def test_uncompressed_gradients_would_be_seen(fsdp: Program) -> None:
     assert {math.prod(c.shape) for c in wide_gradients(fsdp)} == ADAPTERS
+
+
+# What a step needs of each of four cards at one row a device, in GiB: compiled whole, so half a minute a case.
+@needs_cudnn
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "remat", "tokens", "most"),
+    [
+        ("llama-3-70b", "offload", 2048, 12.3),
+        ("llama-3-70b", "offload", 4096, 13.0),
+        ("llama-3-70b", "offload", 8192, 14.7),
+        ("llama-3-70b", "nested", 2048, 13.7),
+        ("llama-3-70b", "nested", 4096, 14.9),
+        ("mistral-large-2-123b", "offload", 2048, 21.0),
+    ],
+)
+def test_memory_of_large_models_on_four_cards(model: str, remat: str, tokens: int, most: float) -> None:
+    options = {"model": f"synthetic:{model}", "remat": remat, "sequence-length": tokens, "mesh.fsdp": 4}
+    fixed = {"optimizer": "adamw_8bit", "attention": "cudnn", "gradient-accumulation-steps": 1}
+    config = parse(TrainConfig, [f"--{name}={value}" for name, value in (options | fixed).items()])
+    plan = memory(compile_planned_step(config, choose_mesh(config, absent_devices("rtx4090", 4))))
+    assert plan.peak / 2**30 <= most
+    assert (plan.host_peak > 0) == (remat == "offload")
