@@ -39,7 +39,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of writing to a full disk, say
+        # Writing to a full disk names no file. An error without a number has no place for one either: its text is all.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
     fsync_directory(path.parent)

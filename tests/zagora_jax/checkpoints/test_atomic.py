@@ -41,6 +41,16 @@ def test_a_failed_write_names_its_file(tmp_path):
     assert failed.value.filename == str(tmp_path / "x")
 
 
+def test_an_error_without_a_number_keeps_its_text(tmp_path):
+    def fail():
+        with atomic_file(tmp_path / "x"):
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match=r"^the disk is gone$"):
+        fail()
+    assert os.listdir(tmp_path) == []
+
+
 def test_files_have_the_usual_permissions(tmp_path):
     write_bytes(tmp_path / "x", b"")
     (tmp_path / "y").touch()
