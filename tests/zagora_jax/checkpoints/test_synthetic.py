@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.config import ModelConfig
+from models.config import FAMILIES, ModelConfig
 from models.parameters import by_path, split
 from models.quantization import dequantize
 from zagora_jax.base import open_base
@@ -32,7 +32,30 @@ PUBLISHED = {
     "llama-3.2-1b": 1.236,
     "llama-3.2-3b": 3.213,
     "llama-3.3-70b": 70.554,
+    "codellama-34b": 33.744,
+    "yi-6b": 6.061,
+    "yi-34b": 34.389,
+    "mistral-7b": 7.248,
+    "mistral-nemo-12b": 12.248,
+    "mistral-small-22b": 22.247,
+    "mistral-small-24b": 23.572,
+    "mistral-large-2-123b": 122.610,
+    "qwen2-0.5b": 0.494,
+    "qwen2-1.5b": 1.544,
+    "qwen2-7b": 7.616,
+    "qwen2-72b": 72.706,
+    "qwen2.5-3b": 3.086,
+    "qwen2.5-14b": 14.770,
+    "qwen2.5-32b": 32.764,
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.721,
+    "qwen3-4b": 4.022,
+    "qwen3-8b": 8.191,
+    "qwen3-14b": 14.768,
+    "qwen3-32b": 32.762,
 }
+# Of the families that are read.
+READ = [name for name, config in KNOWN_MODELS.items() if config["model_type"] in FAMILIES]
 
 
 TINY = KNOWN_MODELS["llama-3-8b"] | {
@@ -58,12 +81,12 @@ def matrices(value):
     return np.asarray(jax.vmap(lambda one: dequantize(one, jnp.float32))(value))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() & set(READ)))
 def test_known_models_have_the_published_number_of_parameters(name):
     assert base_of(name).parameter_count() / 1e9 == pytest.approx(PUBLISHED[name], abs=6e-4)
 
 
-@pytest.mark.parametrize("name", KNOWN_MODELS)
+@pytest.mark.parametrize("name", READ)
 def test_every_known_model_has_a_valid_config(name):
     ModelConfig.from_hf(synthetic_config(f"synthetic:{name}"))
 
