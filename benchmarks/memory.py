@@ -1,7 +1,7 @@
 """Prints what a train step needs of each GPU and sends to the others, without any GPU: read from the compiled program.
 
     JAX_PLATFORMS=cpu python benchmarks/memory.py --gpu rtx4090 --mesh.fsdp 4 --model synthetic:llama-3-70b \
-        --optimizer adamw_8bit --remat offload
+        --optimizer adamw_8bit --offload.activations true
 
 needs `pip install 'zagora-jax[plan]'`. Options of `python -m zagora_jax.train` are given as there; a step is one
 micro-batch unless --gradient-accumulation-steps says otherwise. Memory is arguments and temporaries, of which 1 GiB is

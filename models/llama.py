@@ -27,7 +27,7 @@ from models.linear import Linear
 from models.lora import LoRAConfig
 from models.parameters import Frozen, split
 from models.placement import LOCAL, Fetch, Placement, identity
-from models.remat import scan_layers
+from models.remat import LAYER_INPUT, scan_layers
 from models.rope import apply_rope, rope_tables
 from models.vocabulary import look_up
 
@@ -166,6 +166,7 @@ class Llama(nnx.Module):
         *,
         kernel: str,
         remat: str = "none",
+        offload: bool = False,
         dropout_keys: jax.Array | None = None,
         placement: Placement = LOCAL,
         residuals: Any = None,
@@ -179,6 +180,7 @@ class Llama(nnx.Module):
                 each sequence is one row, padded at its end.
             kernel: the attention kernel, see `models.attention.choose_kernel`.
             remat: one of `models.remat.REMATS`: what the backward pass computes again.
+            offload: whether the layers' inputs wait for it in pinned host memory; see `models.remat`.
             dropout_keys: keys [B], one a row, that switch the adapters' dropout on.
             placement: reaches parameters that are spread over devices.
             residuals: of compressed gradient exchanges, arrays [L, ...] for `placement.adapters`; None without such.
@@ -192,7 +194,7 @@ class Llama(nnx.Module):
             return attention(q, k, v, segment_ids=segment_ids, kernel=kernel), None
 
         context = LayerContext(cos, sin, attend, placement.fetch, dropout_keys)
-        x, _ = self._run(tokens, lambda _: context, None, remat, placement, residuals)
+        x, _ = self._run(tokens, lambda _: context, None, remat, offload, placement, residuals)
         return x
 
     def extend(
@@ -224,7 +226,7 @@ class Llama(nnx.Module):
 
             return LayerContext(cos, sin, attend, identity, dropout_keys=None)
 
-        return self._run(tokens, context_of, cache, "none", LOCAL, None)
+        return self._run(tokens, context_of, cache, "none", False, LOCAL, None)
 
     def _run(
         self,
@@ -232,6 +234,7 @@ class Llama(nnx.Module):
         context_of: Callable[[Any], LayerContext],
         per_layer: Any,
         remat: str,
+        offload: bool,
         placement: Placement,
         residuals: Any,
     ) -> tuple[jax.Array, Any]:
@@ -240,6 +243,7 @@ class Llama(nnx.Module):
         graph, frozen, adapters = split(self.model.layers)
 
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Any]:
+            x = checkpoint_name(x, LAYER_INPUT)
             index, frozen, adapters, layer_inputs, layer_residuals = inputs
             context = context_of(layer_inputs)
             if context.dropout_keys is not None:
@@ -248,7 +252,7 @@ class Llama(nnx.Module):
             return nnx.merge(graph, frozen, placement.adapters(adapters, layer_residuals))(x, context)
 
         indices = jnp.arange(self.config.num_layers)
-        x, kept = scan_layers(body, x, (indices, frozen, adapters, per_layer, residuals), remat)
+        x, kept = scan_layers(body, x, (indices, frozen, adapters, per_layer, residuals), remat, offload=offload)
         return self.model.norm(x), kept
 
 

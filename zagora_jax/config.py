@@ -82,6 +82,16 @@ class MeshConfig(Options):
     )
 
 
+class OffloadConfig(Options):
+    """What waits in the host's memory until a GPU needs it."""
+
+    activations: bool = Field(
+        default=False,
+        description="Keep the layers' inputs in pinned host memory between the forward and the backward pass; with "
+        "remat full or attention.",
+    )
+
+
 def _run_of_model(fields: dict[str, Any]) -> Path:
     """Name the run after the last part of the model's name, as in `org/Llama-8B` or `~/llama-8b.gguf`."""
     name = fields["model"].rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
@@ -162,12 +172,13 @@ class TrainConfig(CommandConfig):
         description="The attention kernel: chunked (portable), cudnn (NVIDIA GPUs), reference (holds all scores; "
         "for tests), or auto, which takes the fastest that fits and prints which.",
     )
-    remat: Literal["full", "attention", "offload", "nested", "none"] = Field(
+    remat: Literal["full", "attention", "nested", "none"] = Field(
         default="full",
         description="What the backward pass computes again to save memory: full (a layer, from its input), attention "
-        "(as full, but attention's results are kept), offload (as full, with the inputs in pinned host memory), nested "
-        "(also most of the inputs: least device memory with none on the host, a third slower), or none.",
+        "(as full, but attention's results are kept), nested (also most of the inputs: least device memory with none "
+        "on the host, a third slower), or none.",
     )
+    offload: OffloadConfig = OffloadConfig()
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of the adapter's first weights, dropout and the row order."
     )
@@ -223,8 +234,20 @@ class TrainConfig(CommandConfig):
             }
         )
 
+    @field_validator("remat", mode="before")
+    @classmethod
+    def _check_remat(cls, remat: Any) -> Any:
+        if remat == "offload":
+            raise ValueError("expected full with --offload.activations true, which is what offload was")
+        return remat
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        if self.offload.activations and self.remat in ("nested", "none"):
+            raise ValueError(
+                f"offload.activations does not go with remat {self.remat}, which keeps no layer inputs in one stack: "
+                "give remat full or attention"
+            )
         if self.eval_every and not self.eval_data:
             raise ValueError(f"eval_every is {self.eval_every} but there is no eval_data: give eval_data too")
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:

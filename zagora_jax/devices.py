@@ -56,8 +56,8 @@ def require_memory(planned: int, devices: Iterable[jax.Device]) -> None:
             raise UserError(
                 f"the step needs {planned / GIB:.2f} GiB of each device, and {device.device_kind} {device.id} has "
                 f"{limit / GIB:.2f} GiB for it. What takes less, from cheap to dear: --optimizer adamw_8bit, a smaller "
-                "--micro-batch-size, --remat offload or nested, a shorter --sequence-length, a lower --lora.rank, more "
-                "devices along --mesh.fsdp"
+                "--micro-batch-size, --offload.activations true, --remat nested, a shorter --sequence-length, a lower "
+                "--lora.rank, more devices along --mesh.fsdp"
             )
 
 

@@ -28,4 +28,4 @@ def forward_options(config: TrainConfig, base: BaseModel, platform: str | None =
             group_count(base.model.config.num_layers)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return ForwardOptions(kernel=kernel, remat=config.remat, segmented=config.packing)
+    return ForwardOptions(kernel, config.remat, config.packing, config.offload.activations)

@@ -25,6 +25,7 @@ FREE_OPTIONS = {
     "keep_checkpoints",
     "resume",
     "remat",
+    "offload",
     "device_memory_limit",
     "strategy",  # where arrays lie changes no number but by the order of sums
     "mesh",  # likewise; how many rows a step has is compared with the data

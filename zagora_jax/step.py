@@ -49,11 +49,19 @@ INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 200
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How the forward pass is computed. `segmented`: sequences are packed from several rows."""
+    """How the forward pass is computed.
+
+    Attributes:
+        kernel: the attention kernel.
+        remat: what the backward pass computes again.
+        segmented: whether sequences are packed from several rows.
+        offload_activations: whether layer inputs wait for the backward pass in pinned host memory.
+    """
 
     kernel: str
     remat: str
     segmented: bool
+    offload_activations: bool = False
 
 
 def initial_state(adapters: nnx.State, optimizer: optax.GradientTransformation, compute_dtype: str) -> TrainState:
@@ -80,6 +88,7 @@ def loss_sum(
         segment_ids,
         kernel=options.kernel,
         remat=options.remat,
+        offload=options.offload_activations,
         dropout_keys=dropout_keys,
         placement=placement,
         residuals=residuals,

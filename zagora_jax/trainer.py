@@ -177,7 +177,8 @@ class _Run:
             "adapter": f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
             "adapted": f"{len(modules)} modules: {names}",
             "devices": _describe(self.distribution.mesh),
-            "computation": f"{config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}",
+            "computation": f"{config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}"
+            + (", layer inputs in pinned host memory" if self.options.offload_activations else ""),
             "optimizer step": f"{config.gradient_accumulation_steps} x "
             f"{config.micro_batch_size * self.distribution.rows_divisor} x "
             f"{self.batches.width} tokens, {config.optimizer}, {config.schedule} schedule",

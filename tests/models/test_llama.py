@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from models.llama import Llama, RMSNorm, linear_modules
 from models.lora import LoRAConfig
 from models.parameters import by_path, split
-from models.remat import REMATS
+from models.remat import OFFLOADABLE, REMATS
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -50,8 +50,8 @@ def tokens_and_positions(batch=2, length=12):
     return jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(length), tokens.shape)
 
 
-def hidden_states(model, tokens, positions, remat="none"):
-    return model.hidden_states(tokens, positions, None, kernel="chunked", remat=remat)
+def hidden_states(model, tokens, positions, remat="none", offload=False):
+    return model.hidden_states(tokens, positions, None, kernel="chunked", remat=remat, offload=offload)
 
 
 def test_parameters_have_the_names_and_shapes_of_hugging_face():
@@ -116,9 +116,9 @@ def test_remat_changes_neither_loss_nor_gradient():
     graph, frozen, adapters = with_values(declare("none", lora=True))
     tokens, positions = tokens_and_positions()
 
-    def gradient(remat):
+    def gradient(remat, offload=False):
         def loss(adapters):
-            hidden = hidden_states(nnx.merge(graph, frozen, adapters), tokens, positions, remat=remat)
+            hidden = hidden_states(nnx.merge(graph, frozen, adapters), tokens, positions, remat, offload)
             return jnp.square(hidden).mean(axis=-1).sum() + hidden.sum()
 
         # Less optimised machine code is made in less time.
@@ -127,8 +127,15 @@ def test_remat_changes_neither_loss_nor_gradient():
 
     plain = gradient("none")
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain[1])) > 0.1
-    for remat in REMATS:
-        chex.assert_trees_all_close(gradient(remat), plain, rtol=1e-5, atol=1e-4)
+    for remat, offload in [*((remat, False) for remat in REMATS), *((remat, True) for remat in OFFLOADABLE)]:
+        chex.assert_trees_all_close(gradient(remat, offload), plain, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("remat", ["nested", "none"])
+def test_layer_inputs_that_are_not_kept_are_not_offloaded(remat):
+    graph, frozen, adapters = with_values(declare("none"))
+    with pytest.raises(ValueError, match=f"remat '{remat}' keeps no layer inputs to offload; use full or attention"):
+        hidden_states(nnx.merge(graph, frozen, adapters), *tokens_and_positions(), remat, offload=True)
 
 
 @pytest.mark.parametrize("sizes", [(12,), (7, 1, 1, 3), (1,) * 12])

@@ -81,7 +81,7 @@ def float_shapes(text: str) -> set[tuple[int, ...]]:
     return {tuple(map(int, shape.split(","))) for shape in found}
 
 
-def compile_step(*, layers: int = LAYERS, tokens: int = FEW, remat: str = "full") -> Program:
+def compile_step(*, layers: int = LAYERS, tokens: int = FEW, remat: str = "full", offload: bool = False) -> Program:
     """Compile the train step of a model that has no values yet, over one sequence of `tokens` tokens."""
     config = ModelConfig.from_hf(SIZES | {"num_hidden_layers": layers})
     targets = frozenset(f"model.layers.{module}" for module in MODULES)
@@ -90,7 +90,7 @@ def compile_step(*, layers: int = LAYERS, tokens: int = FEW, remat: str = "full"
     graph, frozen, adapters = nnx.split(model, Frozen, Adapter)
     schedule = make_schedule("constant", 1e-3, 0, 10)
     optimizer = make_optimizer("adamw", schedule, 0.0)
-    options = ForwardOptions(kernel="chunked", remat=remat, segmented=True)
+    options = ForwardOptions(kernel="chunked", remat=remat, segmented=True, offload_activations=offload)
     step = make_train_step(graph, optimizer, schedule, options, max_grad_norm=1.0, dropout_seed=None)
     state = jax.eval_shape(functools.partial(initial_state, optimizer=optimizer, compute_dtype="bfloat16"), adapters)
     numbers, weights = (jax.ShapeDtypeStruct((1, 1, tokens), dtype) for dtype in (jnp.int32, jnp.float32))
@@ -129,9 +129,9 @@ def test_temporary_memory_does_not_grow_with_weights(remat):
     assert many - few < (LAYERS - 4) * CODE_BYTES / 2
 
 
-@pytest.mark.parametrize("remat", models.remat.REMATS)
-def test_no_dequantised_weight_outlives_its_layer(remat):
-    program = compiled_step(layers=LAYERS, remat=remat)
+@pytest.mark.parametrize(("remat", "offload"), [*((remat, False) for remat in models.remat.REMATS), ("full", True)])
+def test_no_dequantised_weight_outlives_its_layer(remat, offload):
+    program = compiled_step(layers=LAYERS, remat=remat, offload=offload)
     assert not stacks_of_weights(program)
     assert not carried_weights(program)
 

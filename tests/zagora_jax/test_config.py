@@ -70,6 +70,20 @@ def test_wrong_options_are_refused(options):
         train_config(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remat": "offload"}, "expected full with --offload.activations true"),
+        ({"remat": "none", "offload": {"activations": True}}, "offload.activations does not go with remat none"),
+        ({"remat": "nested", "offload": {"activations": True}}, "does not go with remat nested, .* give remat full or"),
+    ],
+)
+def test_layer_inputs_are_offloaded_with_what_keeps_them(options, message):
+    with pytest.raises(ValidationError, match=message):
+        train_config(**options)
+    assert train_config(remat="attention", offload={"activations": True}).offload.activations
+
+
 def test_right_neighbours_of_the_wrong_options():
     config = train_config(
         eval_every=5, eval_data="e.jsonl", max_steps=10, warmup_steps=9, sequence_length=2, seed=2**32 - 1
