@@ -60,16 +60,18 @@ class NF4Tensor:
 
     Attributes:
         codes: uint8[..., ceil(n / 2)], n = out * in; two codes a byte, the earlier weight in the high half.
-        absmax: uint8[..., ceil(n / 64)], index of each block's scale in the signed dynamic map.
-        nested_absmax: float32[..., ceil(blocks / 256)], factor of each group of blocks.
-        offset: float32[...], mean of the scales.
+        absmax: uint8[..., ceil(n / 64)], index of each block's scale in the signed dynamic map; without double
+            quantisation float32, the scales themselves.
+        nested_absmax: float32[..., ceil(blocks / 256)], factor of each group of blocks; None without double
+            quantisation.
+        offset: float32[...], mean of the scales; None without double quantisation.
         shape: (out, in) of one matrix.
     """
 
     codes: jax.Array
     absmax: jax.Array
-    nested_absmax: jax.Array
-    offset: jax.Array
+    nested_absmax: jax.Array | None
+    offset: jax.Array | None
     shape: tuple[int, int]
 
 
@@ -142,22 +144,36 @@ def dequantize(quantized: NF4Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
     """
     if quantized.codes.ndim != 1:
         raise ValueError(f"dequantize takes one matrix, but the codes have stack axes: {quantized.codes.shape}")
-    # Tied to the codes, nothing that is computed from the tables can be hoisted out of a scan over layers.
-    codes, table, scale_map = lax.optimization_barrier(
-        (quantized.codes, jnp.asarray(TABLE), jnp.asarray(dynamic.dynamic_map(signed=True)))
-    )
     blocks = quantized.absmax.size
-    # Not jnp.repeat, whose general form takes XLA tens of seconds of constant folding at real sizes.
-    nested = jnp.broadcast_to(quantized.nested_absmax[:, None], (quantized.nested_absmax.size, GROUP)).reshape(-1)
-    scales = exact.rounded(jnp.take(scale_map, quantized.absmax, mode="clip") * nested[:blocks]) + quantized.offset
+    if quantized.nested_absmax is None or quantized.offset is None:
+        scales = quantized.absmax
+    else:
+        # Not jnp.repeat, whose general form takes XLA tens of seconds of constant folding at real sizes.
+        groups = quantized.nested_absmax.size
+        nested = jnp.broadcast_to(quantized.nested_absmax[:, None], (groups, GROUP)).reshape(-1)[:blocks]
+        scales = double_scales(quantized.absmax, nested, quantized.offset)
+    return scaled_codes(quantized.codes, scales, BLOCK, quantized.shape, dtype)
 
-    codes = jnp.pad(codes, (0, blocks * BLOCK // 2 - codes.size))
-    indices = jnp.stack([codes >> 4, codes & 0xF], axis=-1).reshape(blocks, BLOCK)
-    weights = jnp.take(table, indices, mode="clip") * scales[:, None]  # [blocks, 64]
+
+def double_scales(absmax: jax.Array, nested_absmax: jax.Array, offset: jax.Array) -> jax.Array:
+    """Return the scales float32[blocks] of double quantisation; `nested_absmax` is each block's own here."""
+    # Tied to the data, nothing that is computed from the table can be hoisted out of a scan over layers.
+    absmax, scale_map = lax.optimization_barrier((absmax, jnp.asarray(dynamic.dynamic_map(signed=True))))
+    return exact.rounded(jnp.take(scale_map, absmax, mode="clip") * nested_absmax) + offset
+
+
+def scaled_codes(
+    codes: jax.Array, scales: jax.Array, block: int, shape: tuple[int, int], dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Return the matrix of packed codes, `block` of which share one of the scales float32[blocks]."""
+    codes, table = lax.optimization_barrier((codes, jnp.asarray(TABLE)))  # tied, as in `double_scales`
+    count = scales.size * block
+    codes = jnp.pad(codes, (0, -(-count // 2) - codes.size))
+    indices = jnp.stack([codes >> 4, codes & 0xF], axis=-1).reshape(-1)[:count].reshape(-1, block)
+    weights = jnp.take(table, indices, mode="clip") * scales[:, None]  # [blocks, block]
     if jnp.dtype(dtype) == jnp.float32:  # Any other type separates this product from a sum by itself.
         weights = exact.rounded(weights)
-    weights = weights.reshape(-1)[: quantized.shape[0] * quantized.shape[1]]
-    return weights.reshape(quantized.shape).astype(dtype)
+    return weights.reshape(-1)[: shape[0] * shape[1]].reshape(shape).astype(dtype)
 
 
 def abstract(shape: tuple[int, int], stack: tuple[int, ...] = ()) -> NF4Tensor:

@@ -82,8 +82,8 @@ def _draw_nf4(declared: NF4Tensor, key: jax.Array) -> NF4Tensor:
     return NF4Tensor(
         codes=_draw_bytes(of_codes, declared.codes.shape),
         absmax=_draw_bytes(of_signs, declared.absmax.shape) // 128 * 255,  # the map's ends, close to -1 and 1
-        nested_absmax=jnp.full(declared.nested_absmax.shape, scale, jnp.float32),
-        offset=jnp.zeros(declared.offset.shape, jnp.float32),
+        nested_absmax=jax.tree.map(lambda leaf: jnp.full(leaf.shape, scale, leaf.dtype), declared.nested_absmax),
+        offset=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), declared.offset),
         shape=declared.shape,
     )
 

@@ -156,6 +156,20 @@ def test_hand_made_vector():
     np.testing.assert_array_equal(dequantize(found, jnp.float32), weight)
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (65, 257)])
+def test_single_quantisation_has_the_scales_themselves(shape):
+    """What bitsandbytes keeps without compress_statistics: float32 scales, here those of the numpy reference."""
+    weight = normal(shape)
+    flat = np.pad(weight.reshape(-1), (0, -weight.size % 64)).reshape(-1, 64)
+    codes = nf4.quantize(jnp.asarray(weight)).codes
+    absmax = np.abs(flat).max(axis=1)
+    single = NF4Tensor(codes, jnp.asarray(absmax), None, None, shape)
+    unpacked = np.stack([np.asarray(codes) >> 4, np.asarray(codes) & 15], axis=-1).reshape(-1)[: weight.size]
+    expected = nf4.TABLE[unpacked] * np.repeat(absmax, 64)[: weight.size]
+    assert_same_bits(dequantize(single, jnp.float32), expected.reshape(shape), "weights")
+    assert len(jax.tree.leaves(single)) == 2
+
+
 def test_error_of_normal_weights():
     """QLoRA's table leaves 0.092 of the norm of normally distributed weights (one part in a thousand by sampling)."""
     weight = normal((512, 512))
