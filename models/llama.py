@@ -47,6 +47,14 @@ class LayerContext:
     dropout_keys: jax.Array | None
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Whether a decoder's layers begin behind the embedding, and end before the norm and the output head."""
+
+    first: bool = True
+    last: bool = True
+
+
 class RMSNorm(nnx.Module):
     """Root mean square normalisation (arXiv:1910.07467); statistics are float32 whatever the dtype."""
 
@@ -130,10 +138,11 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, stacked layers and final norm."""
 
-    def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype):
-        self.embed_tokens = Embedding(config, dtype)
+    def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype, ends: Ends):
+        embeds = ends.first or (ends.last and config.tie_embeddings)
+        self.embed_tokens = Embedding(config, dtype) if embeds else None
         self.layers = DecoderLayer(config, quantization=quantization, dtype=dtype, stack=(config.num_layers,))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if ends.last else None
 
 
 class Llama(nnx.Module):
@@ -143,20 +152,39 @@ class Llama(nnx.Module):
     the graph with trees of arrays gives a model that computes.
     """
 
-    def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype, lora: LoRAConfig | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        quantization: str,
+        dtype: jnp.dtype,
+        lora: LoRAConfig | None = None,
+        ends: Ends = Ends(),
+    ):
         """Declare the model; `dtype` is that of computation and of the tables that are not quantised."""
-        self.config, self.dtype = config, dtype
-        self.model = Decoder(config, quantization=quantization, dtype=dtype)
-        self.lm_head = None if config.tie_embeddings else Embedding(config, dtype)
+        self.config, self.dtype, self.ends = config, dtype, ends
+        self.quantization, self.lora = quantization, lora
+        self.model = Decoder(config, quantization=quantization, dtype=dtype, ends=ends)
+        self.lm_head = Embedding(config, dtype) if ends.last and not config.tie_embeddings else None
         if lora is not None:
             for stream, (path, linear) in enumerate(linear_modules(self).items()):
                 if path in lora.targets:
                     linear.add_adapter(lora, stream)
 
+    def part(self, num_layers: int, ends: Ends) -> "Llama":
+        """Declare consecutive layers of this model as a model of their own, with what stands at their `ends`.
+
+        The head that is tied to the embedding brings a copy of it.
+        """
+        config = replace(self.config, num_layers=num_layers)
+        return Llama(config, quantization=self.quantization, dtype=self.dtype, lora=self.lora, ends=ends)
+
     @property
     def head(self) -> jax.Array:
         """The output head [vocab, hidden]."""
-        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
+        table = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert table is not None, "only a part with the last layer has the head"
+        return table.weight[...]
 
     def hidden_states(
         self,
@@ -170,6 +198,8 @@ class Llama(nnx.Module):
         dropout_keys: jax.Array | None = None,
         placement: Placement = LOCAL,
         residuals: Any = None,
+        inputs: jax.Array | None = None,
+        first_layer: jax.Array | int = 0,
     ) -> jax.Array:
         """Run the decoder over whole sequences.
 
@@ -184,9 +214,11 @@ class Llama(nnx.Module):
             dropout_keys: keys [B], one a row, that switch the adapters' dropout on.
             placement: reaches parameters that are spread over devices.
             residuals: of compressed gradient exchanges, arrays [L, ...] for `placement.adapters`; None without such.
+            inputs: [B, S, hidden], what the layers before this part return; None in a part that has the first layer.
+            first_layer: how many layers come before this part.
 
         Returns:
-            The normalised last hidden states [B, S, hidden].
+            The normalised last hidden states [B, S, hidden]; as the layers return them where others follow this part.
         """
         cos, sin = rope_tables(positions, self.config.rope, segment_ids)
 
@@ -194,7 +226,8 @@ class Llama(nnx.Module):
             return attention(q, k, v, segment_ids=segment_ids, kernel=kernel), None
 
         context = LayerContext(cos, sin, attend, placement.fetch, dropout_keys)
-        x, _ = self._run(tokens, lambda _: context, None, remat, offload, placement, residuals)
+        x = self._embed(tokens, placement) if inputs is None else inputs
+        x, _ = self._run(x, lambda _: context, None, remat, offload, placement, residuals, first_layer)
         return x
 
     def extend(
@@ -226,20 +259,25 @@ class Llama(nnx.Module):
 
             return LayerContext(cos, sin, attend, identity, dropout_keys=None)
 
-        return self._run(tokens, context_of, cache, "none", False, LOCAL, None)
+        return self._run(self._embed(tokens, LOCAL), context_of, cache, "none", False, LOCAL, None)
+
+    def _embed(self, tokens: jax.Array, placement: Placement) -> jax.Array:
+        """Look up the input of the first layer [B, S, hidden]."""
+        assert self.model.embed_tokens is not None, "only a part with the first layer takes tokens"
+        return look_up(self.model.embed_tokens.weight[...], tokens, placement.vocabulary)
 
     def _run(
         self,
-        tokens: jax.Array,
+        x: jax.Array,
         context_of: Callable[[Any], LayerContext],
         per_layer: Any,
         remat: str,
         offload: bool,
         placement: Placement,
         residuals: Any,
+        first_layer: jax.Array | int = 0,
     ) -> tuple[jax.Array, Any]:
-        """Embed, scan over the layers and normalise; `context_of` gets the layer's slice of `per_layer`."""
-        x = look_up(self.model.embed_tokens.weight[...], tokens, placement.vocabulary)  # [B, S, hidden]
+        """Scan over the layers and normalise x [B, S, hidden]; `context_of` gets the layer's slice of `per_layer`."""
         graph, frozen, adapters = split(self.model.layers)
 
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Any]:
@@ -251,9 +289,9 @@ class Llama(nnx.Module):
                 context = replace(context, dropout_keys=layer_keys)
             return nnx.merge(graph, frozen, placement.adapters(adapters, layer_residuals))(x, context)
 
-        indices = jnp.arange(self.config.num_layers)
+        indices = first_layer + jnp.arange(self.config.num_layers)
         x, kept = scan_layers(body, x, (indices, frozen, adapters, per_layer, residuals), remat, offload=offload)
-        return self.model.norm(x), kept
+        return x if self.model.norm is None else self.model.norm(x), kept
 
 
 def linear_modules(model: Llama) -> dict[str, Linear]:

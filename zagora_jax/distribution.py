@@ -25,6 +25,7 @@ from sharding.rules import named_sharding
 from sharding.spread import UNIT, Spread
 from sharding.targets import compile_for
 from sharding.vocabulary import ShardedVocabulary
+from zagora_jax.checkpoints.load import set_layer
 from zagora_jax.data.batches import Batch
 from zagora_jax.optimizer import QuantizedMoment
 from zagora_jax.step import TrainState
@@ -138,9 +139,10 @@ class Distribution:
         """Return the stack of layers of a frozen parameter, spread, without values yet; a `Destination`'s method."""
         return jax.tree.map(lambda spread: spread.zeros(), self._frozen_by_path[path])
 
-    def layer(self, path: Path, value: Any) -> Any:
-        """Spread one layer's value of a frozen parameter."""
-        return jax.tree.map(lambda spread, array: spread.put_layer(array), self._frozen_by_path[path], value)
+    def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
+        """Spread one layer's value of a frozen parameter, and put it into its stack."""
+        spread = jax.tree.map(lambda spread, array: spread.put_layer(array), self._frozen_by_path[path], value)
+        return set_layer(stack, spread, layer)
 
     def whole(self, path: Path, value: Any) -> Any:
         """Spread a frozen parameter that is not stacked, or a whole stack."""

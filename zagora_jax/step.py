@@ -72,6 +72,30 @@ def initial_state(adapters: nnx.State, optimizer: optax.GradientTransformation, 
     return TrainState(jnp.int32(0), jnp.int32(0), adapters, optimizer.init(nnx.to_pure_dict(adapters)), loss_scale)
 
 
+def hidden_states(
+    model: Llama,
+    batch: Batch,
+    options: ForwardOptions,
+    dropout_keys: jax.Array | None,
+    placement: Placement = LOCAL,
+    residuals: jax.Array | None = None,
+    **of_part: Any,
+) -> jax.Array:
+    """Run `model` over one micro-batch, see `Llama.hidden_states`: [M, S, hidden]."""
+    return model.hidden_states(
+        batch.tokens,
+        batch.positions,
+        batch.segment_ids if options.segmented else None,
+        kernel=options.kernel,
+        remat=options.remat,
+        offload=options.offload_activations,
+        dropout_keys=dropout_keys,
+        placement=placement,
+        residuals=residuals,
+        **of_part,
+    )
+
+
 def loss_sum(
     model: Llama,
     batch: Batch,
@@ -79,20 +103,13 @@ def loss_sum(
     dropout_keys: jax.Array | None,
     placement: Placement = LOCAL,
     residuals: jax.Array | None = None,
+    **of_part: Any,
 ) -> jax.Array:
-    """Sum the loss over the supervised tokens of one micro-batch (arrays [M, S]; dropout keys [M])."""
-    segment_ids = batch.segment_ids if options.segmented else None
-    hidden = model.hidden_states(
-        batch.tokens,
-        batch.positions,
-        segment_ids,
-        kernel=options.kernel,
-        remat=options.remat,
-        offload=options.offload_activations,
-        dropout_keys=dropout_keys,
-        placement=placement,
-        residuals=residuals,
-    )
+    """Sum the loss over the supervised tokens of one micro-batch (arrays [M, S]; dropout keys [M]).
+
+    `of_part` is what `Llama.hidden_states` takes beside for a part of the layers.
+    """
+    hidden = hidden_states(model, batch, options, dropout_keys, placement, residuals, **of_part)
     flat = hidden.reshape(-1, hidden.shape[-1])  # [M*S, hidden]
     targets, weights = batch.targets.reshape(-1), batch.weights.reshape(-1)
     return cross_entropy_sum(flat, model.head, targets, weights, vocabulary=placement.vocabulary)
@@ -134,14 +151,13 @@ def make_train_step(
 
     def accumulated(state: TrainState, frozen: nnx.State, batch: Batch, scale: jax.Array) -> tuple[nnx.State, Any, Any]:
         """Sum gradients, times `scale`, and losses over this device's part of the micro-batches."""
-        step_key = None if dropout_seed is None else jax.random.fold_in(jax.random.key(dropout_seed), state.step)
         rows = batch.tokens.shape[1]
         differentiated = jax.grad(micro_batch_loss, argnums=(0, 1), has_aux=True)
 
         def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
             gradients, total, residuals = carry
             index, micro_batch = inputs
-            keys = None if step_key is None else _row_keys(step_key, index, group.first_row(rows), rows)
+            keys = row_keys(dropout_seed, state.step, index, group.first_row(rows), rows)
             # The "gradient" of the residuals is the new residuals: see sharding.overlap.
             (gradient, residuals), loss = differentiated(state.adapters, residuals, frozen, micro_batch, keys, scale)
             return (jax.tree.map(jnp.add, gradients, gradient), total + loss, residuals), None
@@ -162,10 +178,7 @@ def make_train_step(
         loss = group.total(total) / count
         norm = jnp.sqrt(group.squared_norm(gradients))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        if max_grad_norm:
-            clip = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_
-            gradients = jax.tree.map(lambda g: g * clip, gradients)
-        new = _update(optimizer, state, gradients, residuals, finite)
+        new = updated(optimizer, state, gradients, residuals, norm, finite, max_grad_norm)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -180,19 +193,29 @@ def make_train_step(
     return step
 
 
-def _row_keys(step_key: jax.Array, micro_batch: jax.Array, first: jax.Array | int, rows: int) -> jax.Array:
+def row_keys(
+    seed: int | None, step: jax.Array, micro_batch: jax.Array, first: jax.Array | int, rows: int
+) -> jax.Array | None:
     """Return the dropout key of each row, which depends on its place in the step, not on the device that has it."""
-    key = jax.random.fold_in(step_key, micro_batch)
+    if seed is None:
+        return None
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), micro_batch)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows))
 
 
-def _update(
+def updated(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     gradients: nnx.State,
     residuals: Residuals,
+    norm: jax.Array,
     finite: jax.Array,
+    max_grad_norm: float,
 ) -> TrainState:
+    """Return the state after a step whose gradients have the global norm `norm`; all stands still if not `finite`."""
+    if max_grad_norm:
+        clip = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_
+        gradients = jax.tree.map(lambda g: g * clip, gradients)
     whole = (nnx.to_pure_dict(state.adapters), state.optimizer)
     old, old_optimizer = bare(whole)
     updates, new_optimizer = optimizer.update(bare(nnx.to_pure_dict(gradients)), old_optimizer, old)

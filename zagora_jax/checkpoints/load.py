@@ -123,8 +123,8 @@ class Destination(Protocol):
     def empty(self, path: Path, declared: Any) -> Any:
         """Return the stack of layers of a parameter, without values yet."""
 
-    def layer(self, path: Path, value: Any) -> Any:
-        """Bring one layer's value into the form that the stack holds."""
+    def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
+        """Return the stack with one layer's value in its place; the stack given is used up."""
 
     def whole(self, path: Path, value: Any) -> Any:
         """Bring a parameter that is not stacked, or a whole stack, into its form."""
@@ -137,11 +137,13 @@ class OneDevice:
         """Return zeros."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), declared)
 
-    def layer(self, path: Path, value: Any) -> Any:
+    def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
+        """Put the value in."""
+        return set_layer(stack, value, layer)
+
+    def whole(self, path: Path, value: Any) -> Any:
         """Return the value."""
         return value
-
-    whole = layer
 
 
 ONE_DEVICE = OneDevice()
@@ -182,7 +184,7 @@ def load_frozen(
             values[path] = destination.whole(path, value)
         else:
             stack = values[path] if path in values else destination.empty(path, stored)
-            values[path] = set_layer(stack, destination.layer(path, value), layer)
+            values[path] = destination.set_layer(path, stack, value, layer)
         _require_finite(checkpoint, previous)
         previous = (name, is_finite)
         on_tensor()

@@ -17,7 +17,7 @@ from models.parameters import Frozen, Path, by_path
 from models.quantization import nf4
 from models.quantization.nf4 import NF4Tensor
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
-from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, is_stacked, set_layer
+from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, is_stacked
 from zagora_jax.errors import UserError
 
 PREFIX = "synthetic:"
@@ -63,7 +63,7 @@ def _draw_stack(declared: Any, path: Path, key: jax.Array, destination: Destinat
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), declared)
     for layer, layer_key in enumerate(jax.random.split(key, layers)):
         value = jax.tree.map(lambda leaf: leaf[0], _draw(one, path, layer_key))
-        stack = set_layer(stack, destination.layer(path, value), layer)
+        stack = destination.set_layer(path, stack, value, layer)
     return stack
 
 
