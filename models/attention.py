@@ -29,6 +29,27 @@ BLOCK_MULTIPLE = 16  # suits the matrix units of GPUs
 MASKED = -1e30
 
 
+@dataclass(frozen=True)
+class Window:
+    """How far back a layer's queries see; the layers of a scan may differ.
+
+    Attributes:
+        sizes: the windows that the model's layers have: tokens that a query sees, itself included; None is all.
+        index: which of them this layer has, int32 [].
+    """
+
+    sizes: tuple[int | None, ...] = (None,)
+    index: jax.Array | int = 0
+
+    def limit(self, length: int) -> jax.Array | None:
+        """Return the window, int32 [], for sequences of `length` tokens; None where no layer's window is shorter."""
+        limits = [length if size is None else min(size, length) for size in self.sizes]
+        return jnp.asarray(limits, jnp.int32)[self.index] if min(limits) < length else None
+
+
+EVERYTHING = Window()
+
+
 def choose_kernel(requested: str, platform: str, packing: bool, dtype: jax.typing.DTypeLike, head_dim: int) -> str:
     """Return the kernel to use: what was requested, or the fastest that applies where that is "auto".
 
@@ -65,7 +86,15 @@ def _cudnn_obstacle(platform: str, packing: bool, dtype: jax.typing.DTypeLike, h
     return None
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Array | None, kernel: str) -> jax.Array:
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segment_ids: jax.Array | None,
+    kernel: str,
+    window: Window = EVERYTHING,
+) -> jax.Array:
     """Attend causally, each row of a packed sequence by itself.
 
     The chunked kernel gives its output and its softmax statistics the checkpoint names "attention_output" and
@@ -78,6 +107,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
         segment_ids: int32 [B, S]: a token sees the earlier tokens of its own segment, and itself. Padding is a
             segment like any other. None where each sequence is one row (padding at its end is then unseen).
         kernel: one of KERNELS.
+        window: how far back a token sees.
 
     Returns:
         [B, S, H, D] in q.dtype.
@@ -86,13 +116,13 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Arra
         ValueError: segment ids with a kernel that takes none, or an unknown kernel.
     """
     if kernel == "chunked":
-        return _chunked(q, k, v, segment_ids)
+        return _chunked(q, k, v, segment_ids, window.limit(q.shape[1]))
     if kernel == "reference":
-        return _reference(q, k, v, segment_ids)
+        return _reference(q, k, v, segment_ids, window.limit(q.shape[1]))
     if kernel == "cudnn":
         if segment_ids is not None:
             raise ValueError("attention kernel 'cudnn' takes no segment_ids; use 'chunked' for packed rows")
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return jax.lax.switch(window.index, [functools.partial(_cudnn, size) for size in window.sizes], q, k, v)
     raise ValueError(f"attention kernel {kernel!r} is not known; accepted values: {', '.join(KERNELS)}")
 
 
@@ -113,9 +143,18 @@ def decode_attention(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, valid
     return _materialised(q, k_cache, v_cache, mask)
 
 
-def _reference(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+def _cudnn(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    seen = None if window is None else (window - 1, 0)  # tokens before and after, without itself
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=seen, implementation="cudnn")
+
+
+def _reference(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None
+) -> jax.Array:
     order = jnp.arange(q.shape[1])
     mask = (order[:, None] >= order)[None]  # [1, S, S]
+    if window is not None:
+        mask &= order[:, None] - order < window
     if segment_ids is not None:
         mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
     return _materialised(q, k, v, mask)
@@ -146,15 +185,17 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def _chunked(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    return _chunked_forward(q, k, v, segment_ids)[0]
+def _chunked(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None
+) -> jax.Array:
+    return _chunked_forward(q, k, v, segment_ids, window)[0]
 
 
 def _chunked_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Return the output, and what the backward pass needs: the inputs, the output and log(sum(exp(scores)))."""
-    blocks = _Blocks.of(q, segment_ids)
+    blocks = _Blocks.of(q, segment_ids, window)
     queries, keys, values = blocks.pad(_group_heads(q, k)), blocks.pad(k), blocks.pad(v)
 
     def attend(i: jax.Array, j: jax.Array, carry: Arrays) -> Arrays:
@@ -177,15 +218,15 @@ def _chunked_forward(
     out = (out / total.swapaxes(1, 2)[..., None]).astype(q.dtype)[:, : q.shape[1]].reshape(q.shape)
     out = checkpoint_name(out, "attention_output")
     log_total = checkpoint_name(maximum + jnp.log(total), "attention_statistics")
-    return out, (q, k, v, segment_ids, out, log_total)
+    return out, (q, k, v, segment_ids, window, out, log_total)
 
 
 def _chunked_backward(
     residuals: tuple[jax.Array, ...], d_out: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     """Compute each pair's weights again, and the gradients from them."""
-    q, k, v, segment_ids, out, log_total = residuals
-    blocks = _Blocks.of(q, segment_ids)
+    q, k, v, segment_ids, window, out, log_total = residuals
+    blocks = _Blocks.of(q, segment_ids, window)
     queries, keys, values = blocks.pad(_group_heads(q, k)), blocks.pad(k), blocks.pad(v)
     # With p = softmax(s): ds = p (dp - shift), shift = sum_t p_t dp_t = d_out . out.
     shift = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
@@ -207,7 +248,7 @@ def _chunked_backward(
 
     start = jnp.zeros(queries.shape), jnp.zeros(keys.shape), jnp.zeros(values.shape)
     dq, dk, dv = (gradient[:, : q.shape[1]] for gradient in blocks.for_each_pair(differentiate, start))
-    return dq.astype(q.dtype).reshape(q.shape), dk.astype(k.dtype), dv.astype(v.dtype), None
+    return dq.astype(q.dtype).reshape(q.shape), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
@@ -220,17 +261,18 @@ class _Blocks:
     size: int
     count: int
     segment_ids: jax.Array | None  # [B, count * size]
+    window: jax.Array | None  # []
 
     @classmethod
-    def of(cls, q: jax.Array, segment_ids: jax.Array | None) -> "_Blocks":
+    def of(cls, q: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None) -> "_Blocks":
         batch, length, heads, _ = q.shape
         largest = LARGEST_BLOCK
         while largest > SMALLEST_BLOCK and batch * heads * largest**2 > BLOCK_SCORES:
             largest //= 2
         count = math.ceil(length / largest)
         size = length if count == 1 else BLOCK_MULTIPLE * math.ceil(length / count / BLOCK_MULTIPLE)
-        unpadded = cls(size, count, segment_ids)
-        return cls(size, count, None if segment_ids is None else unpadded.pad(segment_ids))
+        unpadded = cls(size, count, segment_ids, window)
+        return cls(size, count, None if segment_ids is None else unpadded.pad(segment_ids), window)
 
     def pad(self, x: jax.Array) -> jax.Array:
         """Pad [B, S, ...] with zeros. What a padded query gives is cut off, and causality hides a padded key."""
@@ -246,18 +288,24 @@ class _Blocks:
     def for_each_pair(self, step: Callable[[jax.Array, jax.Array, Arrays], Arrays], carry: Arrays) -> Arrays:
         """Run `step` on each pair (query block i, key block j) that has anything to attend to, row by row.
 
-        Above the diagonal nothing has. With segments, the pairs that hold no common one are left out too.
+        Above the diagonal nothing has. With segments, the pairs that hold no common one are left out too, and with a
+        window those that lie too far apart.
         """
         i, j = (jnp.asarray(index) for index in np.tril_indices(self.count))
         number: int | jax.Array = len(i)
+        needed: jax.Array | None = None
+        if self.window is not None and self.count > 1:
+            needed = (i - j) * self.size - (self.size - 1) < self.window
         if self.segment_ids is not None and self.count > 1:
             # Padding, segment 0 at the end, is renumbered so that a block's segments lie close together.
             ids = jnp.where(self.segment_ids == 0, jnp.iinfo(jnp.int32).max, self.segment_ids)
             ids = ids.reshape(-1, self.count, self.size)
             first, last = ids.min(axis=-1), ids.max(axis=-1)  # [B, count]
             shared = jnp.any((first[:, i] <= last[:, j]) & (first[:, j] <= last[:, i]), axis=0)
-            order = jnp.argsort(~shared, stable=True)
-            i, j, number = i[order], j[order], shared.sum()
+            needed = shared if needed is None else needed & shared
+        if needed is not None:
+            order = jnp.argsort(~needed, stable=True)
+            i, j, number = i[order], j[order], needed.sum()
         return lax.fori_loop(0, number, lambda n, carry: step(i[n], j[n], carry), carry)
 
     def scores(
@@ -268,7 +316,10 @@ class _Blocks:
         # would compute the masks of all pairs ahead of the loop and keep them: the S x S mask after all.
         i, j, q_i, k_j = lax.optimization_barrier((i, j, self.take(queries, i), self.take(keys, j)))
         order = jnp.arange(self.size)
-        mask = ((i * self.size + order)[:, None] >= j * self.size + order)[None]  # [1, Q, T]
+        distance = (i * self.size + order)[:, None] - (j * self.size + order)  # [Q, T]
+        mask = (distance >= 0)[None]
+        if self.window is not None:
+            mask &= distance < self.window
         if self.segment_ids is not None:
             mask &= self.take(self.segment_ids, i)[:, :, None] == self.take(self.segment_ids, j)[:, None, :]
         return jnp.where(mask[:, None, :, None, :], _scores(q_i, k_j), MASKED), q_i, k_j

@@ -5,17 +5,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.families import FAMILIES, Family
 from models.rope import RopeConfig
-
-# model_type of config.json -> what is known of the family. A family is a line here plus what really differs.
-FAMILIES = ("llama",)
 
 DEFAULT_MAX_POSITIONS = 2048  # what transformers' LlamaConfig assumes where config.json is silent
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a decoder: sizes, switches and rotary embedding. Hashable, so it can be static under jit."""
+    """The architecture of a decoder: sizes, switches and rotary embedding. Hashable, so it can be static under jit.
+
+    Attributes:
+        rope: of the layers that are rotated.
+        num_layers: of the model, or of a part of it.
+        rotated: for each layer of the whole model, whether its queries and keys are rotated.
+        windows: likewise, how many tokens a query sees, itself included; None is all before it.
+        qk_norm: whether each head's queries and keys are normalised.
+        fused: whether q, k and v are one projection, and gate and up another.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -27,9 +34,14 @@ class ModelConfig:
     rms_norm_eps: float
     max_positions: int
     rope: RopeConfig
+    rotated: tuple[bool, ...]
+    windows: tuple[int | None, ...]
     tie_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    fused: bool
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
@@ -38,8 +50,8 @@ class ModelConfig:
         Raises:
             ValueError: an unknown family, a missing or impossible field; the message names the field.
         """
-        config = {key: value for key, value in config.items() if value is not None}
-        _check_family(config)
+        family = _family(config)
+        config = _with_defaults(config, family)
         hidden_size, num_heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
         num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
         if "head_dim" not in config and hidden_size % num_heads:
@@ -58,34 +70,65 @@ class ModelConfig:
         max_positions = _positive(
             config, "max_position_embeddings", config.get("max_sequence_length", DEFAULT_MAX_POSITIONS)
         )
+        num_layers = _positive(config, "num_hidden_layers")
         return cls(
             vocab_size=_positive(config, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_positive(config, "intermediate_size"),
-            num_layers=_positive(config, "num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=_positive_number(config, "rms_norm_eps", 1e-6),
             max_positions=max_positions,
-            rope=RopeConfig.from_hf(config, head_dim, max_positions),
+            rope=_rope(config, family, head_dim, max_positions),
+            rotated=family.rotated(config, num_layers),
+            windows=family.windows(config, num_layers),
             tie_embeddings=_flag(config, "tie_word_embeddings"),
-            attention_bias=_flag(config, "attention_bias"),
-            mlp_bias=_flag(config, "mlp_bias"),
+            qkv_bias=_bias(config, family.qkv_bias),
+            o_bias=_bias(config, family.o_bias),
+            mlp_bias=_bias(config, family.mlp_bias),
+            qk_norm=family.qk_norm,
+            fused=family.fused,
         )
 
 
-def _check_family(config: Mapping[str, Any]) -> None:
-    family = config.get("model_type")
+def _family(config: Mapping[str, Any]) -> Family:
+    name = config.get("model_type")
     known = ", ".join(FAMILIES)
-    if family is None:
+    if name is None:
         raise ValueError(f"config.json: no model_type; known families: {known}")
-    if family not in FAMILIES:
-        raise ValueError(f"config.json: model_type {family!r} is not a known family; known families: {known}")
+    if name not in FAMILIES:
+        raise ValueError(f"config.json: model_type {name!r} is not a known family; known families: {known}")
+    return FAMILIES[name]
+
+
+def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Fill in what the family assumes, leave out what is null, and refuse what no family has."""
+    defaults = dict(family.defaults)
+    if any("rope_theta" in (config.get(block) or ()) for block in ("rope_parameters", "rope_scaling")):
+        defaults.pop("rope_theta", None)
+    config = {key: value for key, value in {**defaults, **config}.items() if value is not None}
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"config.json: hidden_act {activation!r} is not supported; expected 'silu'")
-    if dropout := config.get("attention_dropout", 0.0):
-        raise ValueError(f"config.json: attention_dropout {dropout} is not supported; expected 0")
+    for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
+        if dropout := config.get(key, 0.0):
+            raise ValueError(f"config.json: {key} {dropout} is not supported; expected 0")
+    return config
+
+
+def _rope(config: Mapping[str, Any], family: Family, head_dim: int, max_positions: int) -> RopeConfig:
+    rope = RopeConfig.from_hf(config, head_dim, max_positions)
+    if family.rope_types is not None and rope.rope_type not in family.rope_types:
+        raise ValueError(
+            f"config.json: rope_type {rope.rope_type!r} of a {config['model_type']} model is not supported; "
+            f"accepted values: {', '.join(family.rope_types)}"
+        )
+    return rope
+
+
+def _bias(config: Mapping[str, Any], bias: bool | str) -> bool:
+    return _flag(config, bias) if isinstance(bias, str) else bias
 
 
 def _positive(config: Mapping[str, Any], key: str, default: Any = None) -> int:

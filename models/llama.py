@@ -1,4 +1,6 @@
-"""The Llama decoder. Attribute names are Hugging Face's module names, so a parameter's path is its tensor's name.
+"""The decoder of Llama and its relatives.
+
+Attribute names are Hugging Face's module names, so a parameter's path is its tensor's name.
 
 The layers' parameters are stacked on a leading axis and run in one `lax.scan`:
 
@@ -10,19 +12,21 @@ The layers' parameters are stacked on a leading axis and run in one `lax.scan`:
       lm_head.weight                        [vocab, hidden], absent where it is tied to the embedding
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import attention, decode_attention
 from models.cache import KVCache
 from models.config import ModelConfig
+from models.layer_kinds import LayerKind, LayerKinds
 from models.linear import Linear
 from models.lora import LoRAConfig
 from models.parameters import Frozen, split
@@ -38,7 +42,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer is called with beside its input: the same for all layers but for the dropout keys."""
+    """What a layer is called with beside its input; cos and sin are those of no rotation where it does not rotate."""
 
     cos: jax.Array  # [B, S, D/2]
     sin: jax.Array  # [B, S, D/2]
@@ -81,40 +85,58 @@ class Embedding(nnx.Module):
 class SelfAttention(nnx.Module):
     """Grouped-query self attention with rotary positions."""
 
-    def __init__(self, config: ModelConfig, linear: Callable[..., Linear]):
+    def __init__(self, config: ModelConfig, linear: Callable[..., Linear], stack: tuple[int, ...]):
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = linear(config.hidden_size, heads, bias=config.attention_bias)
-        self.k_proj = linear(config.hidden_size, kv_heads, bias=config.attention_bias)
-        self.v_proj = linear(config.hidden_size, kv_heads, bias=config.attention_bias)
-        self.o_proj = linear(heads, config.hidden_size, bias=config.attention_bias)
-        self.head_dim = config.head_dim
+        if config.fused:
+            self.qkv_proj = linear(config.hidden_size, heads + 2 * kv_heads, bias=config.qkv_bias)
+        else:
+            self.q_proj = linear(config.hidden_size, heads, bias=config.qkv_bias)
+            self.k_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
+            self.v_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
+        self.o_proj = linear(heads, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, stack) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, stack) if config.qk_norm else None
+        self.head_dim, self.widths = config.head_dim, (heads, kv_heads, kv_heads)
 
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Any]:
         """Attend from x [B, S, hidden]; returns the same shape and what `attend` keeps."""
-
-        def heads(projection: Linear) -> jax.Array:
-            y = projection(x, context.fetch, context.dropout_keys)
-            return y.reshape(*x.shape[:-1], -1, self.head_dim)
-
-        q = checkpoint_name(apply_rope(heads(self.q_proj), context.cos, context.sin), "query")  # [B, S, H, D]
-        k = checkpoint_name(apply_rope(heads(self.k_proj), context.cos, context.sin), "key")  # [B, S, KV, D]
-        v = checkpoint_name(heads(self.v_proj), "value")  # [B, S, KV, D]
+        q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in self._project(x, context))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = checkpoint_name(apply_rope(q, context.cos, context.sin), "query")  # [B, S, H, D]
+        k = checkpoint_name(apply_rope(k, context.cos, context.sin), "key")  # [B, S, KV, D]
+        v = checkpoint_name(v, "value")  # [B, S, KV, D]
         out, kept = context.attend(q, k, v)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context.fetch, context.dropout_keys), kept
+
+    def _project(self, x: jax.Array, context: LayerContext) -> Sequence[jax.Array]:
+        """Return queries, keys and values [B, S, heads * D]."""
+        if hasattr(self, "qkv_proj"):
+            joint = self.qkv_proj(x, context.fetch, context.dropout_keys)
+            return jnp.split(joint, np.cumsum(self.widths)[:-1], axis=-1)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        return [projection(x, context.fetch, context.dropout_keys) for projection in projections]
 
 
 class MLP(nnx.Module):
     """The SwiGLU feed-forward block (arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, linear: Callable[..., Linear]):
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        if config.fused:
+            self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        else:
+            self.gate_proj = linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+            self.up_proj = linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         """Apply to x [B, S, hidden]."""
-        gate = checkpoint_name(self.gate_proj(x, context.fetch, context.dropout_keys), "gate")
-        up = checkpoint_name(self.up_proj(x, context.fetch, context.dropout_keys), "up")
+        if hasattr(self, "gate_up_proj"):
+            gate, up = jnp.split(self.gate_up_proj(x, context.fetch, context.dropout_keys), 2, axis=-1)
+        else:
+            gate = self.gate_proj(x, context.fetch, context.dropout_keys)
+            up = self.up_proj(x, context.fetch, context.dropout_keys)
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
         return self.down_proj(jax.nn.silu(gate) * up, context.fetch, context.dropout_keys)
 
 
@@ -123,7 +145,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype, stack: tuple[int, ...]):
         linear = partial(Linear, quantization=quantization, dtype=dtype, stack=stack)
-        self.self_attn = SelfAttention(config, linear)
+        self.self_attn = SelfAttention(config, linear, stack)
         self.mlp = MLP(config, linear)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack)
@@ -220,14 +242,16 @@ class Llama(nnx.Module):
         Returns:
             The normalised last hidden states [B, S, hidden]; as the layers return them where others follow this part.
         """
-        cos, sin = rope_tables(positions, self.config.rope, segment_ids)
+        tables = rope_tables(positions, self.config.rope, segment_ids)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            return attention(q, k, v, segment_ids=segment_ids, kernel=kernel), None
+        def context_of(kind: LayerKind, _: None) -> LayerContext:
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+                return attention(q, k, v, segment_ids=segment_ids, kernel=kernel, window=kind.window), None
 
-        context = LayerContext(cos, sin, attend, placement.fetch, dropout_keys)
+            return LayerContext(*kind.rotation(*tables), attend, placement.fetch, dropout_keys)
+
         x = self._embed(tokens, placement) if inputs is None else inputs
-        x, _ = self._run(x, lambda _: context, None, remat, offload, placement, residuals, first_layer)
+        x, _ = self._run(x, context_of, None, remat, offload, placement, residuals, first_layer)
         return x
 
     def extend(
@@ -236,7 +260,7 @@ class Llama(nnx.Module):
         positions: jax.Array,
         cache: KVCache,
         slot: jax.Array | int,
-        valid: jax.Array,
+        slot_positions: jax.Array,
     ) -> tuple[jax.Array, KVCache]:
         """Run the decoder over the next tokens of sequences whose earlier keys and values are cached.
 
@@ -245,19 +269,25 @@ class Llama(nnx.Module):
             positions: int32 [B, Q].
             cache: keys and values of T slots.
             slot: the first of the Q slots that these tokens take.
-            valid: bool [B, Q, T], the slots that each token sees, its own among them.
+            slot_positions: int32 [B, T], of the token that each slot holds or will hold; -1 for none. A token sees
+                those that do not come after it, as far back as the layer's window reaches.
 
         Returns:
             The normalised last hidden states [B, Q, hidden], and the cache with these tokens in it.
         """
-        cos, sin = rope_tables(positions, self.config.rope, None, length=positions.max(axis=1) + 1)
+        tables = rope_tables(positions, self.config.rope, None, length=positions.max(axis=1) + 1)
+        distance = positions[:, :, None] - slot_positions[:, None, :]  # [B, Q, T]
+        earlier = (distance >= 0) & (slot_positions >= 0)[:, None, :]
 
-        def context_of(layer_cache: KVCache) -> LayerContext:
+        def context_of(kind: LayerKind, layer_cache: KVCache) -> LayerContext:
+            window = kind.window.limit(slot_positions.shape[1])
+            seen = earlier if window is None else earlier & (distance < window)
+
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
                 extended = layer_cache.write(k, v, slot)
-                return decode_attention(q, extended.keys, extended.values, valid), extended
+                return decode_attention(q, extended.keys, extended.values, seen), extended
 
-            return LayerContext(cos, sin, attend, identity, dropout_keys=None)
+            return LayerContext(*kind.rotation(*tables), attend, identity, dropout_keys=None)
 
         return self._run(self._embed(tokens, LOCAL), context_of, cache, "none", False, LOCAL, None)
 
@@ -269,7 +299,7 @@ class Llama(nnx.Module):
     def _run(
         self,
         x: jax.Array,
-        context_of: Callable[[Any], LayerContext],
+        context_of: Callable[[LayerKind, Any], LayerContext],
         per_layer: Any,
         remat: str,
         offload: bool,
@@ -277,13 +307,14 @@ class Llama(nnx.Module):
         residuals: Any,
         first_layer: jax.Array | int = 0,
     ) -> tuple[jax.Array, Any]:
-        """Scan over the layers and normalise x [B, S, hidden]; `context_of` gets the layer's slice of `per_layer`."""
+        """Scan over the layers and normalise x [B, S, hidden]; `context_of` gets each layer's kind and `per_layer`."""
         graph, frozen, adapters = split(self.model.layers)
+        kinds = LayerKinds.of(self.config)
 
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Any]:
             x = checkpoint_name(x, LAYER_INPUT)
             index, frozen, adapters, layer_inputs, layer_residuals = inputs
-            context = context_of(layer_inputs)
+            context = context_of(kinds.of_layer(index), layer_inputs)
             if context.dropout_keys is not None:
                 layer_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(context.dropout_keys, index)
                 context = replace(context, dropout_keys=layer_keys)

@@ -216,7 +216,7 @@ class _Settings:
         for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
             self._add(key, hf_config.get(key), f"config.json:{key}")
         if self.number("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"{self.name('partial_rotary_factor')} is not supported: Llama rotates whole heads")
+            raise ValueError(f"{self.name('partial_rotary_factor')} is not supported: whole heads are rotated")
 
     def _add(self, key: str, value: Any, place: str) -> None:
         if value is None:

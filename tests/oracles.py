@@ -170,6 +170,46 @@ def tiny_llama(
     return directory
 
 
+def tiny_model(directory: Path, model_type: str, *, seed: int = 0, tokenizer: bool = False, **config: Any) -> Path:
+    """Writes a random model of any of transformers' families, of the sizes of `tiny_llama`, and returns the directory.
+
+    The module names and shapes are those of transformers' own torch model.
+
+    Args:
+        directory: made where it is missing.
+        model_type: as in config.json, for instance "qwen2".
+        seed: of the weights.
+        tokenizer: whether `tiny_tokenizer` accompanies the weights.
+        **config: fields of the family's configuration class.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "max_position_embeddings": 256,
+        "bos_token_id": 257,
+        "eos_token_id": 258,
+        "pad_token_id": 258,
+    }
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | config)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            # Of unit gain, so that every layer, norm and bias matters to the logits.
+            std = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 0.3
+            parameter.normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
+    network.save_pretrained(directory)
+    if tokenizer:
+        tiny_tokenizer(directory)
+    return Path(directory)
+
+
 def _random_weights(config: Any, rng: np.random.Generator, dtype: np.dtype) -> dict[str, np.ndarray]:
     """Weights of unit gain, so that every layer, the attention and the biases matter to the logits."""
     d, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -319,7 +359,9 @@ class Gradients:
     tensors: dict[str, np.ndarray]
 
 
-def peft_bnb_gradients(model: Path, adapter: Path, batch: Batch, *, quantization: str = "nf4") -> Gradients:
+def peft_bnb_gradients(
+    model: Path, adapter: Path, batch: Batch, *, quantization: str = "nf4", masked: bool = True
+) -> Gradients:
     """LoRA gradients of PEFT over bitsandbytes' NF4 (double quantisation), float32 computation, on the CPU.
 
     The loss is sum / count of the supervised tokens over the whole batch [A, M, S]. The scale (alpha/r or rsLoRA's
@@ -330,9 +372,11 @@ def peft_bnb_gradients(model: Path, adapter: Path, batch: Batch, *, quantization
         adapter: a PEFT adapter directory, such as `write_adapter` makes.
         batch: one optimizer step's.
         quantization: "nf4", or "none" for the float32 base.
+        masked: whether tokens attend within their segment by a mask that is given to the model. False leaves the mask
+            to the model, which alone knows of sliding windows; each sequence must then be one row.
     """
     network = load_peft(model, adapter, quantization)
-    loss = _accumulate(network, batch)
+    loss = _accumulate(network, batch, masked)
     tensors = {_tensor_name(name): p.grad.numpy() for name, p in network.named_parameters() if p.requires_grad}
     return Gradients(loss, tensors)
 
@@ -455,7 +499,7 @@ def load_peft(model: Path, adapter: Path, quantization: str = "none", dtype: str
     return _evaluating(network)
 
 
-def _accumulate(network: Any, batch: Batch) -> float:
+def _accumulate(network: Any, batch: Batch, masked: bool = True) -> float:
     """Adds d(sum / count)/d(adapter) over the micro-batches to `.grad`; returns sum / count."""
     import torch
 
@@ -465,7 +509,7 @@ def _accumulate(network: Any, batch: Batch) -> float:
         logits = network(
             input_ids=_long(batch.tokens[index]),
             position_ids=_long(batch.positions[index]),
-            attention_mask=_mask(batch.segment_ids[index], network.dtype),
+            attention_mask=_mask(batch.segment_ids[index], network.dtype) if masked else None,
         ).logits
         losses = torch.nn.functional.cross_entropy(
             logits.float().flatten(0, 1), _long(batch.targets[index]).flatten(), reduction="none"

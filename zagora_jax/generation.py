@@ -179,8 +179,9 @@ def _generate(
     """
     model: Llama = nnx.merge(graph, frozen, adapters)
     batch, width = tokens.shape
-    slots = jnp.arange(width + max_new_tokens)  # [T]
-    prompt_slots = slots[None, :] < lengths[:, None]  # [B, T]
+    slots = jnp.arange(width + max_new_tokens)[None, :]  # [1, T]
+    new_positions = lengths[:, None] + slots - width
+    slot_positions = jnp.where(slots < lengths[:, None], slots, jnp.where(slots < width, -1, new_positions))  # [B, T]
     end_ids = jnp.array(ends, jnp.int32)
 
     def choose(hidden: jax.Array, index: jax.Array | int) -> jax.Array:
@@ -192,8 +193,7 @@ def _generate(
     def begin() -> Carry:
         cache = KVCache.empty(model.config, batch, width + max_new_tokens, model.head.dtype)
         positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
-        causal = slots[None, :] <= jnp.arange(width)[:, None]  # [P, T]
-        hidden, cache = model.extend(tokens, positions, cache, 0, causal[None] & prompt_slots[:, None])
+        hidden, cache = model.extend(tokens, positions, cache, 0, slot_positions)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]  # [B, hidden]
         first = choose(last, 0)
         out = jnp.full((batch, max_new_tokens), ends[0] if ends else 0, jnp.int32).at[:, 0].set(first)
@@ -206,9 +206,8 @@ def _generate(
     def extend(carry: Carry) -> Carry:
         index, out, cache, done = carry
         slot = width + index - 1
-        valid = prompt_slots | ((slots >= width) & (slots <= slot))[None, :]  # [B, T]
         last = jax.lax.dynamic_slice_in_dim(out, index - 1, 1, axis=1)  # [B, 1]
-        hidden, cache = model.extend(last, (lengths + index - 1)[:, None], cache, slot, valid[:, None])
+        hidden, cache = model.extend(last, (lengths + index - 1)[:, None], cache, slot, slot_positions)
         chosen = jnp.where(done, out[:, index], choose(hidden[:, 0], index))
         return index + 1, out.at[:, index].set(chosen), cache, done | jnp.isin(chosen, end_ids)
 

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_gpus import needs_cudnn, needs_plugin
 from programs import count, largest_compiled, largest_traced
 
 import models.attention
-from models.attention import attention, choose_kernel, decode_attention
+from models.attention import EVERYTHING, Window, attention, choose_kernel, decode_attention
+from sharding.mesh import make_mesh
+from sharding.targets import absent_devices, compile_for
 
 B, H, KV, D = 2, 6, 2, 8
 LENGTHS = [1, 7, 48, 70]  # with blocks of 16: one block, part of one, whole blocks, a padded last block
@@ -34,12 +37,15 @@ def segments(length: int) -> jax.Array:
     return jnp.asarray(ids)
 
 
-def compiled(kernel: str) -> Callable[..., list[jax.Array]]:
+def compiled(kernel: str, windows: tuple[int | None, ...] = (None,)) -> Callable[..., list[jax.Array]]:
     """A program that returns the output, and the gradients of queries, keys and values."""
 
     @jax.jit
-    def run(q, k, v, d_out, segment_ids):
-        out, pull_back = jax.vjp(lambda *qkv: attention(*qkv, segment_ids=segment_ids, kernel=kernel), q, k, v)
+    def run(q, k, v, d_out, segment_ids, index=0):
+        def attend(*qkv):
+            return attention(*qkv, segment_ids=segment_ids, kernel=kernel, window=Window(windows, index))
+
+        out, pull_back = jax.vjp(attend, q, k, v)
         return [out, *pull_back(d_out)]
 
     return run
@@ -49,14 +55,14 @@ def output_and_gradients(kernel: str, inputs: list[jax.Array], segment_ids: jax.
     return [np.asarray(x, np.float32) for x in compiled(kernel)(*inputs, segment_ids)]
 
 
-def formula(q, k, v, segment_ids=None) -> np.ndarray:
+def formula(q, k, v, segment_ids=None, window=None) -> np.ndarray:
     """Attention, one query at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     for b, t, h in np.ndindex(q.shape[:3]):
-        seen = np.arange(t + 1)
+        seen = np.arange(0 if window is None else max(0, t + 1 - window), t + 1)
         if segment_ids is not None:
-            seen = seen[np.asarray(segment_ids)[b, : t + 1] == segment_ids[b, t]]
+            seen = seen[np.asarray(segment_ids)[b, seen] == segment_ids[b, t]]
         kv = h // (q.shape[2] // k.shape[2])
         weights = np.exp(k[b, seen, kv] @ q[b, t, h] / np.sqrt(q.shape[3]))
         out[b, t, h] = weights @ v[b, seen, kv] / weights.sum()
@@ -86,6 +92,34 @@ def test_gradients_of_chunked_equal_those_of_the_reference(packed, length, small
     for found, wanted in zip(output_and_gradients("chunked", inputs, segment_ids), expected, strict=True):
         # A gradient of keys sums over the three query heads of a group too.
         assert_close(found, wanted, terms=(length + D) * H // KV)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_a_query_sees_as_far_back_as_its_layers_window(packed, small_blocks):
+    length, windows = 70, (4, None, 40)  # within a block, everything, over several blocks
+    inputs, ids = random_inputs(length), segments(length) if packed else None
+    chunked, reference = compiled("chunked", windows), compiled("reference", windows)
+    for index, window in enumerate(windows):
+        ours, theirs = chunked(*inputs, ids, index), reference(*inputs, ids, index)
+        exact = formula(*inputs[:3], segment_ids=ids, window=window)
+        for found in (ours[0], theirs[0]):
+            np.testing.assert_allclose(found, exact, rtol=0, atol=3e-6)  # sums of at most 70 float32 terms near 1
+        for found, expected in zip(ours[1:], theirs[1:], strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+def test_blocks_beyond_the_window_are_left_out(small_blocks):
+    q = random_inputs(64)[0]  # four blocks
+
+    def pairs(window) -> int:
+        blocks = models.attention._Blocks.of(q, None, window)
+        return int(blocks.for_each_pair(lambda i, j, n: (n[0] + 1,), (0,))[0])
+
+    assert pairs(Window((64,)).limit(64)) == pairs(None) == 10
+    # One token back: the diagonal. Two: the last of the block before. 18: its first query sees all of the block before
+    # and the last token of the one before that.
+    assert [pairs(Window((window,)).limit(64)) for window in (1, 2, 17, 18)] == [4, 7, 7, 9]
+    assert EVERYTHING.limit(64) is None
 
 
 def test_blocks_of_full_size():
@@ -158,7 +192,9 @@ def test_pairs_of_blocks_without_a_common_segment_are_left_out(small_blocks):
 
     def pairs(ids) -> int:
         segment_ids = None if ids is None else jnp.asarray([ids], jnp.int32)
-        return int(models.attention._Blocks.of(q, segment_ids).for_each_pair(lambda i, j, n: (n[0] + 1,), (0,))[0])
+        return int(
+            models.attention._Blocks.of(q, segment_ids, None).for_each_pair(lambda i, j, n: (n[0] + 1,), (0,))[0]
+        )
 
     assert pairs(None) == 10
     assert pairs([1] * 64) == 10
@@ -267,9 +303,25 @@ def test_attention_refuses_what_choose_kernel_would():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["chunked", "cudnn"])
-def test_kernels_on_a_gpu(kernel):
+@pytest.mark.parametrize("window", [None, 100])
+def test_kernels_on_a_gpu(kernel, window):
     inputs = [jnp.tile(x, (1, 1, 1, 8)) for x in random_inputs(700, dtype=jnp.bfloat16)]
     with jax.default_matmul_precision("float32"):
-        exact = output_and_gradients("reference", [x.astype(jnp.float32) for x in inputs], None)
-    for found, wanted in zip(output_and_gradients(kernel, inputs, None), exact, strict=True):
-        assert_close(found, wanted, terms=4, unit=2**-8)
+        exact = compiled("reference", (window,))(*(x.astype(jnp.float32) for x in inputs), None)
+    for found, wanted in zip(compiled(kernel, (window,))(*inputs, None), exact, strict=True):
+        assert_close(np.asarray(found, np.float32), np.asarray(wanted), terms=4, unit=2**-8)
+
+
+@needs_plugin
+@needs_cudnn
+def test_cudnn_compiles_with_windows_that_differ_between_layers():
+    def loss(q, k, v, index):
+        window = Window((None, 100), index)
+        return attention(q, k, v, segment_ids=None, kernel="cudnn", window=window).astype(jnp.float32).sum()
+
+    mesh = make_mesh({}, absent_devices("rtx4090", 1))
+    q, k = (jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    program = compile_for(mesh, gradients, q, k, k, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+    assert program is not None
+    assert program.count("__cudnn$fmha") >= 4  # forward and backward, with a window and without

@@ -1,9 +1,10 @@
 """Reading of config.json: what old and new files leave out, and what no model can be made of."""
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from models.config import ModelConfig
+from models.families import FAMILIES
 
 LLAMA_1 = {
     "architectures": ["LLaMAForCausalLM"],
@@ -38,7 +39,8 @@ def test_a_modern_config():
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 24)
     assert (config.rms_norm_eps, config.max_positions) == (1e-5, 4096)
     assert config.tie_embeddings
-    assert config.attention_bias
+    assert config.qkv_bias
+    assert config.o_bias
     assert config.mlp_bias
     assert (config.rope.rope_type, config.rope.theta, config.rope.factor, config.rope.head_dim) == (
         "linear",
@@ -56,7 +58,7 @@ def test_a_llama_1_config(extra, positions):
     assert (config.num_kv_heads, config.head_dim, config.max_positions) == (4, 16, positions)
     assert (config.rope.rope_type, config.rope.theta, config.rope.context) == ("default", 10000.0, positions)
     assert not config.tie_embeddings
-    assert not config.attention_bias
+    assert not config.qkv_bias
     assert not config.mlp_bias
 
 
@@ -86,7 +88,7 @@ def test_the_defaults_are_those_of_transformers():
     assert ours.max_positions == theirs.max_position_embeddings
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert (ours.attention_bias, ours.mlp_bias) == (theirs.attention_bias, theirs.mlp_bias)
+    assert (ours.qkv_bias, ours.mlp_bias) == (theirs.attention_bias, theirs.mlp_bias)
 
 
 def test_the_name_of_a_model_proves_nothing():
@@ -135,3 +137,51 @@ def test_configs_are_hashable_values():
 def test_impossible_configs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(LLAMA_1 | change)
+
+
+# The smallest config of each family says nothing that transformers would fill in.
+SILENT = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(family):
+    ours = ModelConfig.from_hf({"model_type": family, **SILENT})
+    theirs = AutoConfig.for_model(family, **SILENT, pad_token_id=0)
+    assert (ours.num_kv_heads, ours.max_positions) == (theirs.num_key_value_heads, theirs.max_position_embeddings)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    assert (ours.rms_norm_eps, ours.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours == ModelConfig.from_hf(theirs.to_dict())
+    windowed = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", [])]
+    window = getattr(theirs, "sliding_window", None)
+    assert ours.windows == (tuple(window if w else None for w in windowed) if windowed else (window,) * 4)
+    assert ours.rotated == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 4)))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer or null, found 0"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window must be true or false, found 1"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers must be a whole number"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types must be a list of 4 of",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers must be a list of 4 numbers 0 or 1"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive integer, found 0"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn' of a phi3 model is not supported"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1 is not supported"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "whole heads are rotated"),
+    ],
+)
+def test_impossible_fields_of_a_family_are_refused(family, change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({"model_type": family, **SILENT, **change})

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ from flax import nnx
 
 from models.cache import KVCache
 from models.config import ModelConfig
-from models.llama import Llama, RMSNorm, linear_modules
+from models.layer_kinds import LayerKinds
+from models.llama import Ends, Llama, RMSNorm, linear_modules
 from models.lora import LoRAConfig
 from models.parameters import by_path, split
 from models.remat import OFFLOADABLE, REMATS
@@ -148,8 +151,8 @@ def test_extending_a_cache_gives_the_same_hidden_states(sizes):
     extend = jax.jit(lambda *arguments: model.extend(*arguments))
     for size in sizes:
         part = slice(slot, slot + size)
-        valid = jnp.arange(16) <= positions[:, part, None]  # [B, Q, T]
-        hidden, cache = extend(tokens[:, part], positions[:, part], cache, slot, valid)
+        slot_positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
+        hidden, cache = extend(tokens[:, part], positions[:, part], cache, slot, slot_positions)
         parts.append(hidden)
         slot += size
     whole = hidden_states(model, tokens, positions)
@@ -165,3 +168,34 @@ def test_norm_statistics_are_float32():
     exact = np.asarray(x, np.float64)
     exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8)  # one rounding to 8 bits
+
+
+def test_layers_that_are_all_alike_add_nothing_to_the_loop():
+    def adds(windows, rotated):
+        config = replace(CONFIG, windows=windows, rotated=rotated)
+        return "dynamic_slice" in str(
+            jax.make_jaxpr(lambda layer: LayerKinds.of(config).of_layer(layer).window.limit(9))(0)
+        )
+
+    assert not adds((4,) * 4, (True,) * 4)
+    assert adds((4, None, 4, None), (True,) * 4)
+
+
+def test_a_part_of_the_layers_has_the_windows_of_its_own_layers():
+    config = replace(CONFIG, windows=(None, 2, None, 3), rotated=(True, False, True, True))
+    declared = Llama(config, quantization="none", dtype=jnp.dtype(jnp.float32))
+    graph, frozen, adapters = with_values(declared)
+    tokens, positions = tokens_and_positions()
+    whole = hidden_states(nnx.merge(graph, frozen, adapters), tokens, positions)
+    values, x = {path: variable.get_value() for path, variable in by_path(frozen).items()}, None
+    for first, ends in ((0, Ends(last=False)), (2, Ends(first=False))):
+        part_graph, part_frozen, _ = split(declared.part(2, ends))
+        part = nnx.from_flat_state(
+            [
+                (path, variable.replace(values[path][first : first + 2] if "layers" in path else values[path]))
+                for path, variable in by_path(part_frozen).items()
+            ]
+        )
+        model = nnx.merge(part_graph, part, nnx.State({}))
+        x = model.hidden_states(tokens, positions, None, kernel="reference", inputs=x, first_layer=jnp.int32(first))
+    chex.assert_trees_all_close(x, whole, rtol=1e-4, atol=1e-4)

@@ -1,9 +1,7 @@
 """The model against transformers and PEFT: logits, LoRA gradients, and what training sees of packed rows."""
 
 import dataclasses
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,21 +11,16 @@ import oracles
 import pytest
 import safetensors.numpy
 from flax import nnx
+from subjects import LOGIT_TOLERANCE, Subject, as_batch, assert_gradients_equal, assert_logits_equal
 
-from models.parameters import split
 from models.quantization import nf4
-from zagora_jax.adapter import load_adapter, peft_names
+from zagora_jax.adapter import peft_names
 from zagora_jax.base import open_base
 from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.step import ForwardOptions, loss_sum, make_evaluation_step
 
 pytest.importorskip("torch")
-
-# Both sides compute in float32 and differ in the order of sums alone: a dot product of n <= 192 terms is off by about
-# sqrt(n) * 2^-24 of its scale, some 10^-6, and a model of two layers adds up about twenty such steps.
-LOGIT_TOLERANCE = 2e-4
-GRADIENT_TOLERANCE = 1e-4
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -58,71 +51,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Subject:
-    """Our model of a directory, under the adapter of another if there is one."""
-
-    directory: Path
-    adapter: Path | None = None
-    lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=4, alpha=8))
-    quantization: str = "none"
-    dtype: str = "float32"
-
-    @cached_property
-    def base(self):
-        lora = self.lora if self.adapter else None
-        return open_base(str(self.directory), quantization=self.quantization, dtype=self.dtype, lora=lora)
-
-    @cached_property
-    def frozen(self):
-        return self.base.load()
-
-    @cached_property
-    def parts(self):
-        graph, _, declared = split(self.base.model)
-        return graph, load_adapter(self.adapter, self.base.model) if self.adapter else declared
-
-    @cached_property
-    def logits_function(self):
-        """Computes logits [B, S, V] from tokens, positions, segment ids; the same program whatever their values."""
-        graph, adapters = self.parts
-
-        @jax.jit
-        def logits(frozen, tokens, positions, segment_ids):
-            model = nnx.merge(graph, frozen, adapters)
-            hidden = model.hidden_states(tokens, positions, segment_ids, kernel="chunked")
-            return jnp.einsum("bsd,vd->bsv", hidden, model.head)
-
-        return lambda *arguments: np.asarray(logits(self.frozen, *arguments))
-
-    def logits(self, tokens):
-        positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-        return self.logits_function(tokens, positions, None)
-
-    def gradients(self, batch):
-        """The loss of an optimizer step and its gradients under PEFT's names."""
-        graph, adapters = self.parts
-        options = ForwardOptions(kernel="chunked", remat="full", segmented=True)
-
-        @jax.jit
-        @jax.value_and_grad
-        def loss(adapters, frozen, batch):
-            model = nnx.merge(graph, frozen, adapters)
-            total, _ = jax.lax.scan(
-                lambda total, micro: (total + loss_sum(model, micro, options, None), None), jnp.float32(0), batch
-            )
-            return total / batch.weights.sum()
-
-        value, gradient = loss(adapters, self.frozen, as_batch(batch))
-        stacks = {path: np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(gradient)}
-        names = peft_names(self.base.model)
-        return float(value), {name: stacks[path][layer] for name, (path, layer) in names.items()}
-
-
-def as_batch(batch):
-    return Batch(*(getattr(batch, name) for name in Batch._fields))
-
-
 def with_adapter(tmp_path, config=None, lora=None, quantization="nf4"):
     """A tiny model under a random adapter on what `lora` targets."""
     lora = lora or LoraConfig(rank=4, alpha=8)
@@ -150,22 +78,6 @@ def dequantized_copy(directory, target):
     safetensors.numpy.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_bytes((directory / "config.json").read_bytes())
     return target
-
-
-def assert_logits_equal(ours, theirs):
-    for position in (0, 1, 7, 100, ours.shape[1] - 1):
-        scale = np.abs(theirs[:, position]).max()
-        worst = np.abs(ours[:, position] - theirs[:, position]).max() / scale
-        assert worst <= LOGIT_TOLERANCE, (position, worst)
-
-
-def assert_gradients_equal(ours, theirs):
-    (loss, found), expected = ours, theirs
-    assert loss == pytest.approx(expected.loss, rel=GRADIENT_TOLERANCE)
-    assert found.keys() == expected.tensors.keys()
-    for name, gradient in expected.tensors.items():
-        difference = np.linalg.norm(found[name] - gradient) / np.linalg.norm(gradient)
-        assert difference <= GRADIENT_TOLERANCE, (name, difference)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
