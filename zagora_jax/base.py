@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -82,15 +83,22 @@ def open_base(name: str, *, quantization: str, dtype: str, lora: LoraConfig | No
                 f"config.json: num_hidden_layers is {model_config.num_layers}, but the files hold "
                 f"{len(checkpoint.tensors)} tensors in all"
             )
-        compute_dtype = jnp.dtype(dtype)
-        bare = Llama(model_config, quantization=quantization, dtype=compute_dtype)
-        adapter = None if lora is None else _lora_config(lora, bare)
+        model = declare_model(model_config, quantization=quantization, dtype=dtype, lora=lora)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
-    model = Llama(model_config, quantization=quantization, dtype=compute_dtype, lora=adapter)
     if checkpoint is not None:
         check_tensors(checkpoint, model)
-    return BaseModel(name, checkpoint, model, quantization, compute_dtype, seed)
+    return BaseModel(name, checkpoint, model, quantization, jnp.dtype(dtype), seed)
+
+
+def declare_model(config: ModelConfig, *, quantization: str, dtype: str, lora: LoraConfig | None) -> Llama:
+    """Declare a model with adapters as asked, without values.
+
+    Raises:
+        ValueError: the adapter's targets do not fit the model.
+    """
+    declare = partial(Llama, config, quantization=quantization, dtype=jnp.dtype(dtype))
+    return declare(lora=None if lora is None else _lora_config(lora, declare()))
 
 
 def _lora_config(options: LoraConfig, model: Llama) -> LoRAConfig:

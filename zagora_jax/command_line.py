@@ -68,8 +68,11 @@ def _split(arguments: Sequence[str], options: Mapping[str, Option]) -> tuple[lis
             positionals.append(argument)
             continue
         flag, equals, text = argument.partition("=")
-        option = _find(flag, options)
-        if not equals:
+        if not equals and (negated := _negated(flag, options)):
+            option, text = negated, "false"
+        else:
+            option = _find(flag, options)
+        if not equals and not text:
             if _takes(option, rest):
                 text = rest.pop(0)
             elif bool in option.types:
@@ -81,6 +84,12 @@ def _split(arguments: Sequence[str], options: Mapping[str, Option]) -> tuple[lis
             raise UserError(f"{COMMAND_LINE}: {option.flag} is given twice: {texts[option.name]} and {text}")
         texts[option.name] = text
     return positionals, texts
+
+
+def _negated(flag: str, options: Mapping[str, Option]) -> Option | None:
+    """Return the boolean option that a flag switches off: `--no-packing` is `--packing false`."""
+    option = options.get(flag.removeprefix("--no-").replace("-", "_")) if flag.startswith("--no-") else None
+    return option if option is not None and bool in option.types else None
 
 
 def _find(flag: str, options: Mapping[str, Option]) -> Option:

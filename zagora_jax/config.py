@@ -267,6 +267,84 @@ class PreviewConfig(TrainConfig):
     )
 
 
+class ConfigureConfig(CommandConfig):
+    """Tell what fits on given GPUs and how fast, with which settings, before anything is loaded."""
+
+    command = "configure"
+    headings = {
+        "model_size": "Model",
+        "gpu": "Machine",
+        "sequence_length": "Training: what is given is kept, the rest is searched for",
+        "source": "Plan",
+    }
+
+    model_size: str | None = Field(
+        default=None, min_length=1, description="A released size by name: 70B, llama-3.1-8b, qwen2.5-32b."
+    )
+    model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="In place of model_size: a Hugging Face directory (its config.json suffices), a hub id, a GGUF "
+        "file, or synthetic:NAME.",
+    )
+    quantization: Literal["nf4", "none"] = Field(default="nf4", description="As of train.")
+    lora: LoraConfig = LoraConfig()
+
+    gpu: str | None = Field(
+        default=None, min_length=1, description="The cards, by name: rtx4090, a5000, h100. Else those in this machine."
+    )
+    gpu_count: int | None = Field(default=None, ge=1, le=64, description="How many; else all in this machine, or 1.")
+    memory_per_gpu: float | None = Field(
+        default=None,
+        gt=0,
+        description="GB of each card as sold, or fewer GiB to stay within. Without gpu, the slowest card of that size.",
+    )
+    interconnect: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What joins the cards: pcie (their own slot), pcie3, pcie4 or pcie5 with -x4, -x8 or -x16, nvlink.",
+    )
+    peer_to_peer: bool | None = Field(
+        default=None,
+        description="Whether cards reach each other's memory; else yes, but for GeForce cards over PCIe.",
+    )
+    host_memory: float | None = Field(default=None, gt=0, description="GiB of the host; else this machine's.")
+    hourly_price: float | None = Field(default=None, ge=0, description="What the machine costs an hour, for the total.")
+
+    sequence_length: int = Field(default=2048, ge=2, description="Tokens in a row at most.")
+    rows_per_step: int = Field(
+        default=16, ge=1, description="Rows of an optimizer step at least, over all cards and micro-batches."
+    )
+    micro_batch_size: int | None = Field(default=None, ge=1, description="Rows for each replica and micro-batch.")
+    strategy: str | None = Field(
+        default=None, min_length=1, description="A name from the plan's table, such as fsdp or replicas."
+    )
+    remat: str | None = Field(default=None, min_length=1, description="As of train.")
+    optimizer: Literal["adamw", "adamw_8bit"] | None = Field(default=None, description="As of train.")
+    compute_dtype: FloatType = Field(default="bfloat16", description="As of train.")
+    packing: bool = Field(default=False, description="As of train.")
+    data: FilePaths | None = Field(default=None, description="The training rows, to count their tokens.")
+    epochs: int = Field(default=1, ge=1, description="Passes over the rows, for the total.")
+
+    source: Literal["auto", "compiled", "analytic"] = Field(
+        default="auto",
+        description="Where the memory comes from: compiled (the real step, compiled for the cards; needs the extra "
+        "plan), analytic (an estimate within 7 % of it, in a second), or auto: compiled where that can be.",
+    )
+    output: FilePath | None = Field(default=None, description="Write a configuration for train here.")
+    as_json: bool = Field(default=False, alias="json", description="Print the plan as JSON.")
+    plot: FilePath | None = Field(
+        default=None, description="Draw the plan as a picture here (.png, .svg, .pdf); needs the extra plot."
+    )
+    report: bool = Field(default=False, description="Print what a bug report needs of this machine, and no plan.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if not self.report and (self.model is None) == (self.model_size is None):
+            raise ValueError("give either model or model_size")
+        return self
+
+
 RunPath = Annotated[FilePath, Field(description="The run directory.")]
 Checkpoint = Annotated[int | None, Field(ge=0, description="The step of the checkpoint to use; else the newest.")]
 
@@ -336,4 +414,11 @@ class GenerateConfig(CommandConfig):
         return self
 
 
-COMMANDS: tuple[type[CommandConfig], ...] = (TrainConfig, PreviewConfig, ExportConfig, EvaluateConfig, GenerateConfig)
+COMMANDS: tuple[type[CommandConfig], ...] = (
+    TrainConfig,
+    PreviewConfig,
+    ConfigureConfig,
+    ExportConfig,
+    EvaluateConfig,
+    GenerateConfig,
+)

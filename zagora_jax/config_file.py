@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from zagora_jax.config import CommandConfig
 from zagora_jax.errors import UserError
-from zagora_jax.options import C, Given, Option, build, nearest, options_of, written
+from zagora_jax.options import C, Given, Option, build, fields_of, nearest, options_of, written
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,12 +39,20 @@ def load_config(config_class: type[C], path: Path) -> C:
     return build(config_class, read_file(config_class, path))
 
 
-def save_config(config: CommandConfig, path: Path) -> None:
-    """Write every option, defaults too, as YAML that `load_config` reads back equal; the file appears whole or not."""
+def save_config(config: CommandConfig, path: Path, *, comment: str = "", defaults: bool = True) -> None:
+    """Write options as YAML that `load_config` reads back equal; the file appears whole or not.
+
+    Args:
+        config: the options.
+        path: the file.
+        comment: lines that begin with #, to stand at its top.
+        defaults: whether options that have their default are written too.
+    """
     from zagora_jax.checkpoints.atomic import write_bytes  # here, since reading options needs no checkpoint library
 
-    text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    write_bytes(path, text.encode())
+    values = config.model_dump(mode="json", exclude_defaults=not defaults)
+    text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    write_bytes(path, (comment + text).encode())
 
 
 def read_file(config_class: type[CommandConfig], path: Path) -> dict[str, Given]:
@@ -95,7 +103,7 @@ def _given(
     """Walk a mapping along the fields of `config_class`, so that every value is known by its option and line."""
     if not isinstance(mapping, yaml.MappingNode):
         of = f"{prefix[:-1]}: " if prefix else ""
-        fields = ", ".join(config_class.model_fields)
+        fields = ", ".join(fields_of(config_class))
         found = loader.construct_object(mapping, deep=True)
         raise UserError(
             f"{path}:{_line(mapping)}: {of}expected a mapping of options ({fields}), found {written(found)}"
@@ -107,7 +115,7 @@ def _given(
         if key in first_lines:
             raise UserError(f"{path}:{line}: {prefix}{key} is given twice, first on line {first_lines[key]}")
         first_lines[key] = line
-        field = config_class.model_fields.get(key)
+        field = fields_of(config_class).get(key)
         if field is None:
             raise UserError(f"{path}:{line}: unknown option {prefix}{key}; {_advice(key, options)}")
         if prefix + key in options:

@@ -172,8 +172,8 @@ class Distribution:
         """Spread a batch's rows."""
         return Batch(*(jax.device_put(np.asarray(array), named_sharding(self.mesh, BATCH_AXES)) for array in batch))
 
-    def layout(self, like: TrainState) -> dict[str, Any]:
-        """Return the bytes that each device holds, by kind; `like` gives the shapes of the training state."""
+    def device_bytes(self, like: TrainState) -> dict[str, int]:
+        """Return the bytes that a device holds, by kind; `like` gives the shapes of the training state."""
         state = self.state(like)
         kinds: dict[str, int] = {"codes": 0, "scales": 0, "embeddings": 0, "other weights": 0}
         for path, spreads in self._frozen_by_path.items():
@@ -182,8 +182,12 @@ class Distribution:
         kinds["LoRA"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.adapters))
         kinds["optimizer"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.optimizer))
         kinds["residuals"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.residuals))
+        return kinds
+
+    def layout(self, like: TrainState) -> dict[str, Any]:
+        """Return what lies where: the mesh, and the bytes of each device by kind."""
         names = [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]
-        return {"mesh": dict(self.mesh.shape), "bytes_a_device": dict.fromkeys(names, kinds)}
+        return {"mesh": dict(self.mesh.shape), "bytes_a_device": dict.fromkeys(names, self.device_bytes(like))}
 
     def compile_step(
         self, step: Callable[[TrainState, nnx.State, Batch], Any], whole: TrainState, batch: Batch

@@ -93,10 +93,15 @@ class Given(NamedTuple):
     where: str
 
 
+def fields_of(config_class: type[BaseModel]) -> dict[str, FieldInfo]:
+    """List the fields of a group by the names that options have: `json` cannot be the name of a pydantic field."""
+    return {field.alias or name: field for name, field in config_class.model_fields.items()}
+
+
 def options_of(config_class: type[BaseModel], prefix: str = "") -> dict[str, Option]:
     """List the options of a configuration by name, groups flattened."""
     found: dict[str, Option] = {}
-    for name, field in config_class.model_fields.items():
+    for name, field in fields_of(config_class).items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= options_of(field.annotation, f"{prefix}{name}.")
         else:

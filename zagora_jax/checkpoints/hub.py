@@ -42,6 +42,15 @@ def download(hub_id: str) -> Path:
     return _snapshot(hub_id, [glob.escape(name) for name in weights])
 
 
+def download_config(hub_id: str) -> Path:
+    """Bring the config.json of the model `hub_id` alone into the hub's local cache and return its path.
+
+    Raises:
+        UserError: as `download`.
+    """
+    return _snapshot(hub_id, ["config.json"]) / "config.json"
+
+
 def _snapshot(hub_id: str, patterns: list[str]) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))

@@ -50,8 +50,8 @@ def _qwen(
 
 
 # The larger Qwen2 models have a few rows of the vocabulary more.
-_QWEN2_LARGE = {"tied": False, "vocab_size": 152064}
-_QWEN3 = {"head_dim": 128, "attention_bias": False, "max_position_embeddings": 40960}
+_QWEN2_LARGE: dict[str, Any] = {"tied": False, "vocab_size": 152064}
+_QWEN3: dict[str, Any] = {"head_dim": 128, "attention_bias": False, "max_position_embeddings": 40960}
 
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "smollm2-135m": _llama(576, 30, 9, 3, 1536, 49152, 8192, rope_theta=100000.0, tie_word_embeddings=True),

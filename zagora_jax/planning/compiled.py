@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from models.lora import initial_adapter
 from models.parameters import split
-from zagora_jax.base import open_base
+from zagora_jax.base import BaseModel, open_base
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
@@ -15,7 +15,7 @@ from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.step import TrainState, initial_state, make_train_step
 
 
-def compile_planned_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Compiled:
+def compile_planned_step(config: TrainConfig, mesh: Mesh, base: BaseModel | None = None) -> jax.stages.Compiled:
     """Compile the step that `config` would train with, its sequences of full length, for a mesh of any devices.
 
     `sharding.program` reads memory and traffic from the result. With `sharding.targets.absent_devices` in the mesh it
@@ -24,7 +24,7 @@ def compile_planned_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Compiled
     Raises:
         UserError: what the same configuration would be refused for in training, but for its data.
     """
-    base = open_base(
+    base = base or open_base(
         config.model, quantization=config.quantization, dtype=config.compute_dtype, lora=config.lora, seed=config.seed
     )
     graph, _, adapters = split(base.model)

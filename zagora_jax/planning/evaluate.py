@@ -1,0 +1,142 @@
+"""One candidate's memory and time: estimated from shapes in milliseconds, or read from the compiled step."""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from models.attention import choose_kernel
+from sharding.mesh import make_mesh
+from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.errors import UserError
+from zagora_jax.planning.analytic import ERROR, estimate_memory
+from zagora_jax.planning.candidates import Candidate
+from zagora_jax.planning.compiled import compile_planned_step
+from zagora_jax.planning.machine import Machine
+from zagora_jax.planning.memory import DeviceMemory, read_memory
+from zagora_jax.planning.model import PlannedModel
+from zagora_jax.planning.shapes import Shapes, mesh_shape
+from zagora_jax.planning.time_model import StepTime, Work, step_time
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A candidate with its memory and, where the cards' figures are known, its time."""
+
+    candidate: Candidate
+    memory: DeviceMemory
+    time: StepTime | None
+
+    @property
+    def highest_peak(self) -> int:
+        """Bytes that it needs at most: an estimate's with its error on top."""
+        return math.ceil(self.memory.peak * (1 + self._error))
+
+    @property
+    def lowest_peak(self) -> int:
+        """Bytes that it needs at least."""
+        return math.floor(self.memory.peak / (1 + self._error))
+
+    @property
+    def _error(self) -> float:
+        return ERROR if self.memory.source == "analytic" else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all devices, padding included."""
+        return None if self.time is None else self.time.tokens_per_second
+
+
+class Evaluator:
+    """Evaluates settings for one model on one machine."""
+
+    def __init__(
+        self, model: PlannedModel, machine: Machine, source: Literal["auto", "compiled", "analytic"], say: Say
+    ):
+        """Prepare to plan.
+
+        Args:
+            model: shapes.
+            machine: the devices.
+            source: whether memory is the compiler's.
+            say: told what takes long.
+
+        Raises:
+            UserError: compiled plans were asked for where there is no compiler.
+        """
+        self.model, self.machine, self._say = model, machine, say
+        self.notes: list[str] = []
+        self._shapes = Shapes(model.base)
+        self._work = Work.of(self._shapes)
+        self._devices = None
+        if source == "analytic":
+            return
+        try:
+            self._devices = machine.devices()
+        except ModuleNotFoundError as error:
+            if source == "compiled":
+                raise UserError(f"--source compiled: {error}") from error
+            self.notes.append(f"memory is estimated: {error}")
+
+    @property
+    def compiles(self) -> bool:
+        """Whether there is a compiler for these devices."""
+        return self._devices is not None
+
+    @property
+    def platform(self) -> str:
+        """As `jax.Device.platform` names it."""
+        return "cuda" if self.machine.is_gpu else "cpu"
+
+    def estimate(self, candidate: Candidate) -> Evaluated:
+        """Evaluate from shapes."""
+        memory = estimate_memory(candidate.config, self._shapes, self._kernel(candidate.config))
+        return Evaluated(candidate, memory, self._time(candidate.config))
+
+    def compile(self, candidate: Candidate) -> Evaluated:
+        """Evaluate by the compiled step."""
+        assert self._devices is not None
+        config = candidate.config
+        self._say(f"compiling {candidate}")
+        mesh = make_mesh(mesh_shape(config), self._devices)
+        compiled = compile_planned_step(self._compilable(config), mesh, self.model.base)
+        memory = read_memory(compiled, mesh.shape, self._shapes.arguments(config), self.model.base.model.config)
+        return Evaluated(candidate, memory, self._time(config))
+
+    def for_machine(self, machine: Machine, lora: LoraConfig) -> "Evaluator":
+        """Return one that estimates for another machine, or for another adapter."""
+        model = self.model if lora == self.model.lora else self.model.with_lora(lora)
+        other = Evaluator(model, machine, "analytic", self._say)
+        if model is self.model:
+            other._shapes, other._work = self._shapes, self._work
+        return other
+
+    def _kernel(self, config: TrainConfig) -> str:
+        return choose_kernel(
+            config.attention,
+            platform=self.platform,
+            packing=config.packing,
+            dtype=config.compute_dtype,
+            head_dim=self.model.base.model.config.head_dim,
+        )
+
+    def _compilable(self, config: TrainConfig) -> TrainConfig:
+        """Replace cuDNN's kernel where it is not installed: the other one needs nearly the same memory."""
+        if self._kernel(config) != "cudnn" or _has_cudnn():
+            return config
+        note = "compiled with attention chunked, since cuDNN is not installed here; the cards will use cudnn"
+        if note not in self.notes:
+            self.notes.append(note)
+        return config.model_copy(update={"attention": "chunked"})
+
+    def _time(self, config: TrainConfig) -> StepTime | None:
+        if self.machine.gpu is None:
+            return None
+        return step_time(config, self._work, self.machine.gpu, self.machine.link, self._kernel(config))
+
+
+def _has_cudnn() -> bool:
+    return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None

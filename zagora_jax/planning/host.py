@@ -1,0 +1,98 @@
+"""What a run needs of the host: memory to load, to offload and to save, and disk for what it writes."""
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from zagora_jax.base import BaseModel
+from zagora_jax.checkpoints.load import expected_tensors
+from zagora_jax.config import TrainConfig
+from zagora_jax.planning.memory import DeviceMemory
+
+# A Python process that has compiled a 70B step and read no weight yet: 1.5 GiB with jax 0.10.2, rounded up.
+PROCESS = 2 * 2**30
+# Weights are read a tensor at a time: as stored, as float32, and what is made of it.
+TENSOR_COPIES = 3
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """Bytes of the host, and what is there; None where the plan is for another machine, or nobody said.
+
+    Attributes:
+        loading: memory of the process while it reads weights.
+        pinned: memory that the GPUs' offloaded arrays take, all GPUs together.
+        saving: memory for one copy of the training state.
+        checkpoints: disk for the kept checkpoints, one being written, and the adapter.
+        export: disk for a merged model in 16 bits.
+        memory_there: all memory of the host.
+        disk_free: on the disk of the run directory.
+    """
+
+    loading: int
+    pinned: int
+    saving: int
+    checkpoints: int
+    export: int
+    memory_there: int | None
+    disk_free: int | None
+
+    @property
+    def memory(self) -> int:
+        """At most, at one time: loading comes before the rest."""
+        return PROCESS + max(self.loading, self.pinned + self.saving)
+
+    @property
+    def shortages(self) -> list[str]:
+        """What is too little, in words."""
+        found = []
+        if self.memory_there is not None and self.memory > self.memory_there:
+            found.append(f"the host needs {_gib(self.memory)} of memory and has {_gib(self.memory_there)}")
+        if self.disk_free is not None and self.checkpoints + self.export > self.disk_free:
+            needed = f"checkpoints {_gib(self.checkpoints)}, a merged export {_gib(self.export)}"
+            found.append(f"the disk has {_gib(self.disk_free)} free ({needed})")
+        return found
+
+
+def host_needs(
+    config: TrainConfig,
+    base: BaseModel,
+    memory: DeviceMemory,
+    *,
+    devices: int,
+    shards: int,
+    host_memory: int | None,
+    here: bool,
+) -> HostNeeds:
+    """Reckon what a run needs.
+
+    Args:
+        config: of the run.
+        base: its model.
+        memory: of a device.
+        devices: how many there are.
+        shards: over how many of them the training state is cut.
+        host_memory: bytes of the host, where known.
+        here: whether the run would be on this machine.
+    """
+    tensors = [math.prod(tensor.shape) for tensor in expected_tensors(base.model).values()]
+    state = (memory.lora + memory.optimizer) * shards + memory.error_feedback * devices
+    kept = config.keep_checkpoints + 1
+    return HostNeeds(
+        loading=TENSOR_COPIES * 4 * max(tensors),
+        pinned=memory.host * devices,
+        saving=state,
+        checkpoints=kept * state + 2 * memory.lora * shards,
+        export=2 * sum(tensors),
+        memory_there=host_memory,
+        disk_free=shutil.disk_usage(_existing(config.output)).free if here else None,
+    )
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,235 @@
+"""The choice: the fastest settings that fit, the next ones, the bounds, and what would have to change if none fits.
+
+Estimates order the candidates; the compiler, where there is one, has the last word about the few that matter.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from sharding.targets import GPUS
+from zagora_jax.config import ConfigureConfig
+from zagora_jax.planning.candidates import Candidate, candidates
+from zagora_jax.planning.evaluate import Evaluated, Evaluator
+from zagora_jax.planning.machine import Machine
+
+SPEED_STEP = 0.01  # speeds nearer than this count as equal: then the simpler settings go first
+MOST_COMPILED = 6
+ALTERNATIVES = 5
+SEQUENCE_MULTIPLE = 128
+LARGEST_SEQUENCE = 2**20
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most of something that fits, and the settings with which it does; None where nothing fits."""
+
+    value: int
+    by: Evaluated
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What came of the search.
+
+    Attributes:
+        chosen: the fastest candidate that fits; where none does, the one that needs least.
+        fits: whether it does.
+        alternatives: others that fit, from fast to slow, each unlike the rest in strategy or in what is kept.
+        longest_sequence: tokens in a row at most, with one row a micro-batch.
+        largest_micro_batch: rows at most, with the chosen settings.
+        changes: where nothing fits, the shortest lists of changes that would, each by itself sufficient.
+    """
+
+    chosen: Evaluated
+    fits: bool
+    alternatives: tuple[Evaluated, ...] = ()
+    longest_sequence: Bound | None = None
+    largest_micro_batch: Bound | None = None
+    changes: tuple[tuple[str, ...], ...] = ()
+
+
+def choose(config: ConfigureConfig, evaluator: Evaluator) -> Choice:
+    """Search the settings that the options leave open.
+
+    Raises:
+        UserError: an option that leaves nothing to search.
+    """
+    limit = evaluator.machine.budget.limit
+    found = _ranked(_estimates(config, evaluator))
+    chosen = _fastest_that_fits(found, evaluator, limit)
+    if chosen is None:
+        least = min(found, key=lambda e: e.memory.peak)
+        if evaluator.compiles:
+            least = evaluator.compile(least.candidate)
+        return Choice(least, fits=False, changes=tuple(_changes(config, evaluator)))
+    return Choice(
+        chosen,
+        fits=True,
+        alternatives=tuple(_alternatives(found, chosen, limit)),
+        longest_sequence=_longest_sequence(found, evaluator, limit),
+        largest_micro_batch=_largest_micro_batch(chosen, evaluator, limit),
+    )
+
+
+def _estimates(config: ConfigureConfig, evaluator: Evaluator) -> list[Evaluated]:
+    count = evaluator.machine.count
+    return [
+        evaluator.estimate(candidate)
+        for candidate in candidates(config, count, evaluator.model.train_name, evaluator.model.base.model.config)
+    ]
+
+
+def _ranked(found: Sequence[Evaluated]) -> list[Evaluated]:
+    """Order from fast to slow; of equal speed, 32-bit moments before 8-bit ones, and what needs least first."""
+
+    def key(evaluated: Evaluated) -> tuple:
+        speed = evaluated.tokens_per_second
+        step = 0 if speed is None else round(math.log(speed) / SPEED_STEP)
+        return (-step, evaluated.candidate.config.optimizer != "adamw", evaluated.memory.peak)
+
+    return sorted(found, key=key)
+
+
+def _fastest_that_fits(found: Sequence[Evaluated], evaluator: Evaluator, limit: int) -> Evaluated | None:
+    compiled = 0
+    for evaluated in found:
+        if not evaluator.compiles or compiled >= MOST_COMPILED:
+            if evaluated.highest_peak <= limit:
+                return evaluated if not evaluator.compiles else evaluator.compile(evaluated.candidate)
+        elif evaluated.lowest_peak <= limit:
+            exact = evaluator.compile(evaluated.candidate)
+            compiled += 1
+            if exact.memory.peak <= limit:
+                return exact
+    return None
+
+
+def _alternatives(found: Sequence[Evaluated], chosen: Evaluated, limit: int) -> Iterator[Evaluated]:
+    """Yield the next ones, each the fastest of its kind."""
+    seen = {chosen.candidate.kind}
+    for evaluated in found:
+        if evaluated.candidate.kind not in seen and evaluated.highest_peak <= limit:
+            seen.add(evaluated.candidate.kind)
+            yield evaluated
+        if len(seen) > ALTERNATIVES:
+            return
+
+
+def _longest_sequence(found: Sequence[Evaluated], evaluator: Evaluator, limit: int) -> Bound | None:
+    """Search over all kinds of settings: the longest is that of one which keeps little."""
+    best: Bound | None = None
+    for candidate in {e.candidate.kind: e.candidate for e in found}.values():
+        smallest = candidate.changed(micro_batch_size=1, optimizer=_smallest_optimizer(found))
+
+        def at(length: int, smallest: Candidate = smallest) -> Candidate:
+            return smallest.changed(sequence_length=length * SEQUENCE_MULTIPLE)
+
+        bound = _largest(at, evaluator, limit, LARGEST_SEQUENCE // SEQUENCE_MULTIPLE)
+        if bound is not None and (best is None or bound.value * SEQUENCE_MULTIPLE > best.value):
+            best = Bound(bound.value * SEQUENCE_MULTIPLE, bound.by)
+    return best
+
+
+def _smallest_optimizer(found: Sequence[Evaluated]) -> str:
+    names = {evaluated.candidate.config.optimizer for evaluated in found}
+    return "adamw_8bit" if "adamw_8bit" in names else names.pop()
+
+
+def _largest_micro_batch(chosen: Evaluated, evaluator: Evaluator, limit: int) -> Bound | None:
+    return _largest(lambda rows: chosen.candidate.changed(micro_batch_size=rows), evaluator, limit, 1024)
+
+
+def _largest(at: Callable[[int], Candidate], evaluator: Evaluator, limit: int, most: int) -> Bound | None:
+    """Return the largest number from 1 to `most` whose candidate fits for certain, by bisection."""
+    low, high = 0, 1
+    while high <= most and evaluator.estimate(at(high)).highest_peak <= limit:
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if evaluator.estimate(at(middle)).highest_peak <= limit:
+            low = middle
+        else:
+            high = middle
+    return Bound(low, evaluator.estimate(at(low))) if low else None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that a person could do; `options` and `machine` are what would be planned for then."""
+
+    text: str
+    options: dict
+    machine: Machine | None = None
+
+
+def _changes(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[tuple[str, ...]]:
+    """Yield the changes of which each suffices; where none does, the pairs."""
+    kinds = [
+        list(kind)
+        for kind in (
+            _unpinned(config),
+            _shorter(config),
+            _lower_rank(config),
+            _more(evaluator.machine),
+            _larger(evaluator.machine),
+        )
+    ]
+    single = [next((change for change in kind if _would_fit(config, evaluator, (change,))), None) for kind in kinds]
+    if any(single):
+        yield from ((change.text,) for change in single if change is not None)
+        return
+    for first, second in combinations(kinds, 2):
+        pair = next(((a, b) for a in first for b in second if _would_fit(config, evaluator, (a, b))), None)
+        if pair is not None:
+            yield tuple(change.text for change in pair)
+            return
+
+
+def _would_fit(config: ConfigureConfig, evaluator: Evaluator, changes: Sequence[Change]) -> bool:
+    options: dict = {}
+    machine = evaluator.machine
+    for change in changes:
+        options |= change.options
+        machine = change.machine or machine
+    changed = config.model_copy(update=options)
+    other = evaluator.for_machine(machine, changed.lora)
+    return any(e.highest_peak <= machine.budget.limit for e in _estimates(changed, other))
+
+
+def _shorter(config: ConfigureConfig) -> Iterator[Change]:
+    length = config.sequence_length // SEQUENCE_MULTIPLE * SEQUENCE_MULTIPLE
+    while (length := length * 3 // 4 // SEQUENCE_MULTIPLE * SEQUENCE_MULTIPLE) >= SEQUENCE_MULTIPLE:
+        yield Change(f"--sequence-length {length}", {"sequence_length": length})
+
+
+def _lower_rank(config: ConfigureConfig) -> Iterator[Change]:
+    rank = config.lora.rank
+    while (rank := rank // 2) >= 4:
+        yield Change(f"--lora.rank {rank}", {"lora": config.lora.model_copy(update={"rank": rank})})
+
+
+def _unpinned(config: ConfigureConfig) -> Iterator[Change]:
+    """What the options hold fast and could let go."""
+    for name in ("micro_batch_size", "optimizer", "remat", "strategy"):
+        if getattr(config, name) is not None:
+            yield Change(f"without --{name.replace('_', '-')} {getattr(config, name)}", {name: None})
+
+
+def _more(machine: Machine) -> Iterator[Change]:
+    if machine.gpu is None:
+        return
+    for count in range(machine.count + 1, 17):
+        yield Change(f"--gpu-count {count}", {"gpu_count": count}, machine.with_count(count))
+
+
+def _larger(machine: Machine) -> Iterator[Change]:
+    if machine.gpu is None:
+        return
+    larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory]
+    for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
+        bigger = dataclasses.replace(machine, gpu=gpu, name=gpu.name, memory=gpu.memory_bytes, present=())
+        yield Change(f"--gpu {gpu.kind}", {"gpu": gpu.kind, "memory_per_gpu": None}, bigger)

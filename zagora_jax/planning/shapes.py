@@ -1,0 +1,84 @@
+"""What a step's arguments take of each device, from their declared shapes: exact, without a compiler or devices."""
+
+import functools
+from dataclasses import dataclass, fields
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+from models.llama import linear_modules
+from models.parameters import split
+from sharding.mesh import AXES
+from zagora_jax.base import BaseModel
+from zagora_jax.config import TrainConfig
+from zagora_jax.distribution import Distribution
+from zagora_jax.optimizer import make_optimizer
+from zagora_jax.step import TrainState, initial_state
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Bytes of one device; see `zagora_jax.planning.memory.DeviceMemory`."""
+
+    weights: int
+    lora: int
+    optimizer: int
+    error_feedback: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def mesh_shape(config: TrainConfig) -> dict[str, int]:
+    """Return the sizes of all mesh axes that the options name."""
+    return {axis: getattr(config.mesh, axis, None) or 1 for axis in AXES}
+
+
+class Shapes:
+    """The shapes of one model's training under different options; what was reckoned once is kept."""
+
+    def __init__(self, base: BaseModel):
+        self.base = base
+        self._state = functools.cache(self._state_of)
+        self._arguments = functools.cache(self._arguments_of)
+
+    def arguments(self, config: TrainConfig) -> Arguments:
+        """Return what the step's arguments take of each device, the batch left out."""
+        return self._arguments(
+            config.optimizer, config.compute_dtype, config.gradient_compression, tuple(mesh_shape(config).items())
+        )
+
+    @functools.cached_property
+    def layer_weight_bytes(self) -> int:
+        """Bytes of one layer's linear weights as they are stored, on one device."""
+        modules = linear_modules(self.base.model).values()
+        stored = (leaf for module in modules for leaf in jax.tree.leaves(module.weight.get_value()))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in stored) // self.base.model.config.num_layers
+
+    @functools.cached_property
+    def layer_adapter_elements(self) -> int:
+        """Elements of one layer's adapters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self._adapters)) // self.base.model.config.num_layers
+
+    @property
+    def _adapters(self) -> nnx.State:
+        return split(self.base.model)[2]
+
+    def _arguments_of(
+        self, optimizer: str, dtype: str, compression: str, axes: tuple[tuple[str, int], ...]
+    ) -> Arguments:
+        shape = dict(axes)
+        mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+        distribution = Distribution(mesh, self.base.model, compression)  # type: ignore[arg-type]
+        kinds = distribution.device_bytes(self._state(optimizer, dtype))
+        lora, moments, residuals = (kinds.pop(kind) for kind in ("LoRA", "optimizer", "residuals"))
+        return Arguments(sum(kinds.values()), lora, moments, residuals)
+
+    def _state_of(self, optimizer: str, dtype: str) -> TrainState:
+        make = functools.partial(
+            initial_state, optimizer=make_optimizer(optimizer, 1e-4, weight_decay=0.0), compute_dtype=dtype
+        )
+        return jax.eval_shape(make, self._adapters)
