@@ -1,5 +1,6 @@
 """The base model of a command: found, declared and checked, before any device memory is used."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +24,15 @@ from zagora_jax.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A declared model and where its weights come from; `checkpoint` is None for a synthetic one."""
+    """A declared model and where its weights come from; `checkpoint` is None for a synthetic one.
+
+    `quantization` is how its linear weights are held: as the user asked, or as the files have them already.
+    """
 
     name: str
     checkpoint: Checkpoint | None
@@ -77,18 +83,27 @@ def open_base(name: str, *, quantization: str, dtype: str, lora: LoraConfig | No
     checkpoint = None if synthetic else open_checkpoint(name)
     config = synthetic_config(name) if checkpoint is None else checkpoint.config
     try:
+        if checkpoint is not None:
+            _check_layer_count(checkpoint)
         model_config = ModelConfig.from_hf(config)
-        if checkpoint is not None and model_config.num_layers > len(checkpoint.tensors):
-            raise ValueError(
-                f"config.json: num_hidden_layers is {model_config.num_layers}, but the files hold "
-                f"{len(checkpoint.tensors)} tensors in all"
-            )
+        if checkpoint is not None:
+            bare = declare_model(model_config, quantization=quantization, dtype=dtype, lora=None)
+            quantization = _held_format(checkpoint, bare, quantization)
         model = declare_model(model_config, quantization=quantization, dtype=dtype, lora=lora)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
     if checkpoint is not None:
         check_tensors(checkpoint, model)
     return BaseModel(name, checkpoint, model, quantization, jnp.dtype(dtype), seed)
+
+
+def _check_layer_count(checkpoint: Checkpoint) -> None:
+    """Refuse a number of layers so wrong that to list them would take all memory."""
+    layers = checkpoint.config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(checkpoint.tensors):
+        raise ValueError(
+            f"config.json: num_hidden_layers is {layers}, but the files hold {len(checkpoint.tensors)} tensors in all"
+        )
 
 
 def declare_model(config: ModelConfig, *, quantization: str, dtype: str, lora: LoraConfig | None) -> Llama:
@@ -101,14 +116,54 @@ def declare_model(config: ModelConfig, *, quantization: str, dtype: str, lora: L
     return declare(lora=None if lora is None else _lora_config(lora, declare()))
 
 
+def _held_format(checkpoint: Checkpoint, model: Llama, wanted: str) -> str:
+    """Return the format that linear weights are held in: as wanted, or, where the files have one already, as there.
+
+    Raises:
+        ValueError: the files' formats cannot be kept.
+    """
+    weights = [f"{module}.weight" for module in layer_modules(model)]
+    stored = {name: found for name in weights if (found := checkpoint.format_of(name)) is not None}
+    if not stored or wanted == "none":
+        return wanted
+    formats = sorted(set(stored.values()))
+    if len(formats) > 1:
+        raise ValueError(f"weights in several formats cannot be read: {', '.join(formats)}. Use the 16-bit checkpoint")
+    if wanted not in ("nf4", formats[0]):
+        raise ValueError(
+            f"quantization {wanted}: the files hold {formats[0]} weights, and to quantise them again would lose more. "
+            "Leave the option out to keep them, or use the 16-bit checkpoint"
+        )
+    plain = [name for name in weights if name not in stored]
+    if plain and formats[0] != "nf4":
+        raise ValueError(
+            f"{len(plain)} of {len(weights)} weights, first {plain[0]}, are not quantised, the others are "
+            f"{formats[0]}, which is only read. Use the 16-bit checkpoint"
+        )
+    if plain:
+        logger.warning(
+            "%s: %d of %d weights, first %s, are stored in 16 bits or more; they are quantised to nf4 like the others.",
+            checkpoint.name,
+            len(plain),
+            len(weights),
+            plain[0],
+        )
+    return formats[0]
+
+
+def layer_modules(model: Llama) -> dict[str, str]:
+    """Map Hugging Face's name of each layer's linear modules, such as model.layers.0.mlp.up_proj, to the stack's."""
+    return {
+        path.replace("model.layers.", f"model.layers.{layer}."): path
+        for path in linear_modules(model)
+        for layer in range(model.config.num_layers)
+    }
+
+
 def _lora_config(options: LoraConfig, model: Llama) -> LoRAConfig:
     """Resolve the targets against the model's modules, as PEFT does, and require the same ones in every layer."""
     layers = model.config.num_layers
-    by_layer = {
-        path.replace("model.layers.", f"model.layers.{layer}."): path
-        for path in linear_modules(model)
-        for layer in range(layers)
-    }
+    by_layer = layer_modules(model)
     matched = lora_targets(options.targets, list(by_layer))
     counts: dict[str, int] = {}
     for name in matched:

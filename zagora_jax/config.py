@@ -120,7 +120,9 @@ class TrainConfig(CommandConfig):
     )
     quantization: Literal["nf4", "none"] = Field(
         default="nf4",
-        description="How the frozen weights are held: nf4 (4 bits, double quantisation) or none (not quantised).",
+        description="How the frozen weights are held: nf4 (4 bits, double quantisation) or none (not quantised). With "
+        "nf4, a checkpoint that bitsandbytes has quantised already keeps its own numbers: nf4 or fp4, also those "
+        "without double quantisation.",
     )
     lora: LoraConfig = LoraConfig()
 

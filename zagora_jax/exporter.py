@@ -167,16 +167,15 @@ def _require_space(to: Path, tensor_bytes: int, checkpoint: Checkpoint) -> None:
 def _write_merged(
     directory: Path, config: ExportConfig, source: _Source, reporter: Reporter
 ) -> tuple[MergeReport, tuple[str, ...]]:
-    trained = source.config
+    dequantized, weights = _base_weights(config, source)
     merge = Merge(
         source.checkpoint,
         source.base.model,
         _updates(source),
-        dequantized=trained.quantization if config.base == "dequantized" else None,
+        dequantized=dequantized,
         dtype=None if config.dtype is None else np.dtype(jnp.dtype(config.dtype)),
     )
     _require_space(config.to, merge.total_bytes, source.checkpoint)
-    weights = "the original weights" if config.base == "original" else f"{trained.quantization}, dequantized"
     facts = {
         "run": source.run.path,
         "base model": f"{source.checkpoint.name}, {weights}",
@@ -194,6 +193,16 @@ def _write_merged(
     checks = _describe(report, config)
     _write(directory / "README.md", merged_card(source.base_name, source.adapter, weights, checks).encode())
     return report, checks
+
+
+def _base_weights(config: ExportConfig, source: _Source) -> tuple[str | None, str]:
+    """Return the format that the base model's weights are brought into and back, if any, and their description."""
+    stored = {found for name in source.checkpoint.tensors if (found := source.checkpoint.format_of(name)) is not None}
+    if stored:  # the files' own weights are the ones that training saw
+        return None, f"{', '.join(sorted(stored))} weights, dequantized"
+    if config.base == "original":
+        return None, "the original weights"
+    return source.config.quantization, f"{source.config.quantization}, dequantized"
 
 
 def _updates(source: _Source) -> dict[str, Update]:

@@ -173,7 +173,7 @@ class _Run:
             "model": f"{self.base.name} ({total / 1e6:,.1f} M parameters)"
             + (", output head tied to the embedding" if self.base.model.config.tie_embeddings else "")
             + (", SYNTHETIC" if self.base.synthetic else ""),
-            "weights": f"{config.quantization}, {frozen_bytes / GIB:.2f} GiB",
+            "weights": f"{self.base.quantization}, {frozen_bytes / GIB:.2f} GiB",
             "adapter": f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
             "adapted": f"{len(modules)} modules: {names}",
             "devices": _describe(self.distribution.mesh),

@@ -4,23 +4,45 @@ A format is one file here with a pytree class of one matrix's arrays (or of a st
 
 - `abstract(shape, stack)`: the arrays of matrices [*stack, out, in] as ShapeDtypeStructs;
 - `axes(stack_axes, shape)`: the logical axis names of those arrays, in the same structure;
-- `quantize(weight)`: one matrix [out, in] into its arrays;
+- `quantize(weight)`: one matrix [out, in] into its arrays; some formats are only read from checkpoints;
 - `dequantize(quantized, dtype)`: back to one matrix [out, in] of `dtype`.
 """
 
-from types import ModuleType
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from models.quantization import nf4
+from models.quantization import fp4, nf4
+from models.quantization.fp4 import FP4Tensor
 from models.quantization.nf4 import NF4Tensor
 
-FORMATS: dict[str, ModuleType] = {"nf4": nf4}
-_FORMAT_OF_TYPE: dict[type, ModuleType] = {NF4Tensor: nf4}
-
 StoredWeight = jax.Array | NF4Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """The functions of a format, see above; `quantize` is None for one that is only read."""
+
+    abstract: Callable[..., Any]
+    axes: Callable[..., Any]
+    quantize: Callable[[jax.Array], Any] | None
+
+
+FORMATS: dict[str, Format] = {
+    "nf4": Format(nf4.abstract, nf4.axes, nf4.quantize),
+    "nf4-single": Format(
+        functools.partial(nf4.abstract, double=False), functools.partial(nf4.axes, double=False), None
+    ),
+    "fp4": Format(fp4.abstract, fp4.axes, None),
+    "fp4-single": Format(
+        functools.partial(fp4.abstract, double=False), functools.partial(fp4.axes, double=False), None
+    ),
+}
+_DEQUANTIZE: dict[type, Callable[..., jax.Array]] = {NF4Tensor: nf4.dequantize, FP4Tensor: fp4.dequantize}
 
 
 def abstract(quantization: str, shape: tuple[int, int], stack: tuple[int, ...], dtype: jnp.dtype) -> Any:
@@ -37,13 +59,25 @@ def axes(quantization: str, shape: tuple[int, int], stack_axes: tuple[str, ...])
     return FORMATS[quantization].axes(stack_axes, shape)
 
 
+def quantize(quantization: str, weight: jax.Array) -> Any:
+    """Quantise one matrix [out, in].
+
+    Raises:
+        ValueError: a format that is only read from checkpoints.
+    """
+    function = FORMATS[quantization].quantize
+    if function is None:
+        raise ValueError(f"{quantization} is read from checkpoints alone; nothing is quantised to it")
+    return function(weight)
+
+
 def is_quantized(stored: Any) -> bool:
     """Whether a parameter is stored in a quantised format."""
-    return type(stored) in _FORMAT_OF_TYPE
+    return type(stored) in _DEQUANTIZE
 
 
 def dequantize(stored: StoredWeight, dtype: jnp.dtype) -> jax.Array:
     """Turn the stored form of one matrix into an array [out, in] of `dtype`."""
     if isinstance(stored, jax.Array):
         return stored.astype(dtype)
-    return _FORMAT_OF_TYPE[type(stored)].dequantize(stored, dtype)
+    return _DEQUANTIZE[type(stored)](stored, dtype)

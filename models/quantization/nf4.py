@@ -142,6 +142,11 @@ def dequantize(quantized: NF4Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
         quantized: One matrix, without stack axes.
         dtype: Floating-point type of the result.
     """
+    return dequantize_by(TABLE, quantized, dtype)
+
+
+def dequantize_by(table: np.ndarray, quantized: NF4Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Dequantise as `dequantize` does, with the values float32[16] of `table` for the codes."""
     if quantized.codes.ndim != 1:
         raise ValueError(f"dequantize takes one matrix, but the codes have stack axes: {quantized.codes.shape}")
     blocks = quantized.absmax.size
@@ -152,7 +157,7 @@ def dequantize(quantized: NF4Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
         groups = quantized.nested_absmax.size
         nested = jnp.broadcast_to(quantized.nested_absmax[:, None], (groups, GROUP)).reshape(-1)[:blocks]
         scales = double_scales(quantized.absmax, nested, quantized.offset)
-    return scaled_codes(quantized.codes, scales, BLOCK, quantized.shape, dtype)
+    return scaled_codes(quantized.codes, scales, BLOCK, quantized.shape, dtype, table)
 
 
 def double_scales(absmax: jax.Array, nested_absmax: jax.Array, offset: jax.Array) -> jax.Array:
@@ -163,44 +168,54 @@ def double_scales(absmax: jax.Array, nested_absmax: jax.Array, offset: jax.Array
 
 
 def scaled_codes(
-    codes: jax.Array, scales: jax.Array, block: int, shape: tuple[int, int], dtype: jax.typing.DTypeLike
+    codes: jax.Array,
+    scales: jax.Array,
+    block: int,
+    shape: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+    table: np.ndarray = TABLE,
 ) -> jax.Array:
     """Return the matrix of packed codes, `block` of which share one of the scales float32[blocks]."""
-    codes, table = lax.optimization_barrier((codes, jnp.asarray(TABLE)))  # tied, as in `double_scales`
+    codes, values = lax.optimization_barrier((codes, jnp.asarray(table)))  # tied, as in `double_scales`
     count = scales.size * block
     codes = jnp.pad(codes, (0, -(-count // 2) - codes.size))
     indices = jnp.stack([codes >> 4, codes & 0xF], axis=-1).reshape(-1)[:count].reshape(-1, block)
-    weights = jnp.take(table, indices, mode="clip") * scales[:, None]  # [blocks, block]
+    weights = jnp.take(values, indices, mode="clip") * scales[:, None]  # [blocks, block]
     if jnp.dtype(dtype) == jnp.float32:  # Any other type separates this product from a sum by itself.
         weights = exact.rounded(weights)
     return weights.reshape(-1)[: shape[0] * shape[1]].reshape(shape).astype(dtype)
 
 
-def abstract(shape: tuple[int, int], stack: tuple[int, ...] = ()) -> NF4Tensor:
-    """Return the `jax.ShapeDtypeStruct`s of a matrix of `shape`, stacked along leading axes of sizes `stack`."""
+def abstract(shape: tuple[int, int], stack: tuple[int, ...] = (), *, double: bool = True) -> NF4Tensor:
+    """Return the `jax.ShapeDtypeStruct`s of a matrix of `shape`, stacked along leading axes of sizes `stack`.
+
+    `double` says whether the scales are quantised too.
+    """
     n = shape[0] * shape[1]
     blocks = -(-n // BLOCK)
+    groups = (*stack, -(-blocks // GROUP))
     arrays: dict[str, Any] = {
         "codes": jax.ShapeDtypeStruct((*stack, -(-n // 2)), jnp.uint8),
-        "absmax": jax.ShapeDtypeStruct((*stack, blocks), jnp.uint8),
-        "nested_absmax": jax.ShapeDtypeStruct((*stack, -(-blocks // GROUP)), jnp.float32),
-        "offset": jax.ShapeDtypeStruct(stack, jnp.float32),
+        "absmax": jax.ShapeDtypeStruct((*stack, blocks), jnp.uint8 if double else jnp.float32),
+        "nested_absmax": jax.ShapeDtypeStruct(groups, jnp.float32) if double else None,
+        "offset": jax.ShapeDtypeStruct(stack, jnp.float32) if double else None,
     }
     return NF4Tensor(**arrays, shape=shape)
 
 
-def axes(stack_axes: tuple[str, ...], shape: tuple[int, int]) -> NF4Tensor:
+def axes(stack_axes: tuple[str, ...], shape: tuple[int, int], *, double: bool = True) -> NF4Tensor:
     """Return the logical axis names of each array, as tuples in the place of the arrays.
 
     Args:
         stack_axes: Names of the leading stack axes.
         shape: The matrix's (out, in), so that the result has the tensor's tree structure.
+        double: Whether the scales are quantised too.
     """
     names: dict[str, Any] = {
         "codes": (*stack_axes, "codes"),
         "absmax": (*stack_axes, "blocks"),
-        "nested_absmax": (*stack_axes, "groups"),
-        "offset": stack_axes,
+        "nested_absmax": (*stack_axes, "groups") if double else None,
+        "offset": stack_axes if double else None,
     }
     return NF4Tensor(**names, shape=shape)
 

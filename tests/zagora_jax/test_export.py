@@ -300,3 +300,31 @@ class TestRefusals:
         make_run(tmp_path / "run", tiny_llama(tmp_path / "model"))
         (tmp_path / "link").symlink_to(tmp_path / "model")
         self.refuse(tmp_path, "would replace .*, which the export reads", to=tmp_path / "link", overwrite=True)
+
+
+def test_an_export_of_weights_that_were_quantised_already_adds_to_their_dequantised_values(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    source = tiny_llama(tmp_path / "source", intermediate_size=64, num_key_value_heads=4)
+    network = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        device_map={"": "cpu"},
+    )
+    model = tmp_path / "model"
+    network.save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(source / name, model)
+    adapter = random_adapter(source, targets=["q_proj", "down_proj"])
+    run = make_run(tmp_path / "run", model, targets=["q_proj", "down_proj"], adapter=adapter)
+    for base in ("original", "dequantized"):  # the same here
+        export(ExportConfig(run=run, to=tmp_path / base, base=base))
+        assert "quantization_config" not in json.loads((tmp_path / base / "config.json").read_text())
+        assert "nf4-single weights, dequantized" in (tmp_path / base / "README.md").read_text()
+    theirs = transformers_logits(model, TOKENS, adapter=run / "adapter")
+    merged = transformers_logits(tmp_path / "original", TOKENS)
+    assert np.abs(merged - theirs).max() <= 2e-4 * np.abs(theirs).max()
+    assert load(tmp_path / "original").keys() == load(source).keys()

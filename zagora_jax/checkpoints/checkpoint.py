@@ -70,6 +70,14 @@ class Checkpoint(ABC):
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Return the rows [start, stop) of the tensor `name`, [stop - start, ...], and read few others."""
 
+    def format_of(self, name: str) -> str | None:
+        """Return the quantised format, of `models.quantization`, that the tensor `name` can be kept in as stored."""
+        return None
+
+    def read_packed(self, name: str) -> Any:
+        """Return the tensor `name`, which has a format, in that format; its arrays are numpy's."""
+        raise NotImplementedError(f"{type(self).__name__} holds nothing in a quantised format")
+
     @property
     @abstractmethod
     def layout(self) -> dict[str, str]:

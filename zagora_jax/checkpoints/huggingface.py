@@ -5,15 +5,18 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from zagora_jax.checkpoints.bitsandbytes import unpack_bitsandbytes
+from zagora_jax.checkpoints.block_fp8 import unpack_block_fp8
 from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
 from zagora_jax.checkpoints.json_files import parse_json_object, read_json_object, read_regular_file
+from zagora_jax.checkpoints.packed import PackedTensor, read_quantization
 from zagora_jax.checkpoints.safetensors_file import read_header, read_rows, read_tensor
 from zagora_jax.errors import UserError
 
@@ -40,6 +43,8 @@ TEMPLATE_DIRECTORY = "additional_chat_templates"
 # Tables of older files that the config determines: never read, quantised or exported.
 _IGNORED_TENSOR = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 _PICKLED = re.compile(r".*\.(bin|pth|pt|ckpt)")
+# By quant_method of config.json.
+_UNPACK = {"bitsandbytes": unpack_bitsandbytes, "fp8": unpack_block_fp8}
 _WEIGHT_DTYPES = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 
 _HOW_TO_CONVERT = (
@@ -52,7 +57,13 @@ _HOW_TO_CONVERT = (
 
 @dataclass(kw_only=True)
 class HuggingFaceCheckpoint(Checkpoint):
-    """A checkpoint in a Hugging Face directory."""
+    """A checkpoint in a Hugging Face directory.
+
+    Attributes:
+        packed: the weights that are stored quantised, by name; `tensors` describes them as they are read.
+    """
+
+    packed: Mapping[str, PackedTensor] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path, name: str) -> "HuggingFaceCheckpoint":
@@ -67,17 +78,40 @@ class HuggingFaceCheckpoint(Checkpoint):
         if ignored:
             logger.info("%s: ignored %d stored rotary tables, among them %s", directory, len(ignored), ignored[0])
         tensors = {tensor: info for tensor, info in found.items() if tensor not in ignored}
+        packed: dict[str, PackedTensor] = {}
+        if (quantization := read_quantization(directory / "config.json", config)) is not None:
+            tensors, packed = _UNPACK[quantization.method](quantization, tensors)
         _check_dtypes(tensors)
-        assets = read_assets(directory)
-        return cls(name=name, path=directory, config=config, tensors=tensors, assets=assets, ignored=ignored)
+        tensors |= {name: weight.info for name, weight in packed.items()}
+        return cls(
+            name=name,
+            path=directory,
+            config=config,
+            tensors=tensors,
+            assets=read_assets(directory),
+            ignored=ignored,
+            packed=packed,
+        )
 
     def read(self, name: str) -> np.ndarray:
-        """Return the tensor `name` as stored."""
+        """Return the tensor `name` as stored, or dequantised."""
+        if name in self.packed:
+            return self.packed[name].read_rows(0, self.tensors[name].shape[0])
         return read_tensor(self.tensors[name])
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return the rows [start, stop) of the tensor `name` as stored."""
+        """Return the rows [start, stop) of the tensor `name` as stored, or dequantised."""
+        if name in self.packed:
+            return self.packed[name].read_rows(start, stop)
         return read_rows(self.tensors[name], start, stop)
+
+    def format_of(self, name: str) -> str | None:
+        """Return the format that the tensor `name` can be kept in as it is stored."""
+        return self.packed[name].format if name in self.packed else None
+
+    def read_packed(self, name: str) -> Any:
+        """Return the tensor `name` in its format."""
+        return self.packed[name].read_packed()
 
     @property
     def layout(self) -> dict[str, str]:
@@ -93,14 +127,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     config = read_json_object(path)
     if "auto_map" in config or config.get("trust_remote_code"):
         logger.warning("%s names code of its own (auto_map, trust_remote_code): it is ignored, never run.", path)
-    for key in ("quantization_config", "compression_config"):
-        quantization = config.get(key)
-        if quantization is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise UserError(
-                f"{path}: {key}.quant_method is {method!r}: weights quantised this way cannot be read. "
-                "Use the 16-bit checkpoint of the model."
-            )
+    read_quantization(path, config)
     return config
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from models.llama import Llama
 from models.parameters import Frozen, Path, by_path
-from models.quantization import FORMATS, is_quantized
+from models.quantization import is_quantized, quantize
 from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
 from zagora_jax.checkpoints.huggingface import describe_unexpected
 from zagora_jax.errors import UserError
@@ -178,8 +178,7 @@ def load_frozen(
     for name in sorted(expected, key=lambda name: _place(checkpoint.tensors[name])):
         path, layer = expected[name].path, expected[name].layer
         stored = declared[path].get_value()
-        form = quantization if is_quantized(stored) else stored.dtype
-        value, is_finite = _store(checkpoint.read(name), form)
+        value, is_finite = _stored(checkpoint, name, quantization if is_quantized(stored) else stored.dtype)
         if layer is None:
             values[path] = destination.whole(path, value)
         else:
@@ -196,11 +195,24 @@ def _place(tensor: TensorInfo) -> tuple[str, int]:
     return str(tensor.file), tensor.offset
 
 
+def _stored(checkpoint: Checkpoint, name: str, form: str | jnp.dtype) -> tuple[Any, jax.Array]:
+    """Read a tensor in a quantised format or a dtype; what is stored in the format is taken as it is."""
+    if isinstance(form, str) and checkpoint.format_of(name) == form:
+        packed = jax.tree.map(jnp.asarray, checkpoint.read_packed(name))
+        return packed, _all_finite([leaf for leaf in jax.tree.leaves(packed) if leaf.dtype == jnp.float32])
+    return _store(checkpoint.read(name), form)
+
+
+@jax.jit
+def _all_finite(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
+
+
 @partial(jax.jit, static_argnums=1)
 def _store(weight: jax.Array, form: str | jnp.dtype) -> tuple[Any, jax.Array]:
     """Bring a tensor into a quantised format or a dtype; also tell whether all of it is finite."""
     if isinstance(form, str):
-        return FORMATS[form].quantize(weight), jnp.isfinite(weight).all()
+        return quantize(form, weight), jnp.isfinite(weight).all()
     stored = weight.astype(form)
     return stored, jnp.isfinite(stored).all()
 

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from models.llama import Llama, linear_modules
-from models.quantization import FORMATS, dequantize
+from models.quantization import dequantize, quantize
 from zagora_jax.checkpoints.checkpoint import Checkpoint, plan_shards
 from zagora_jax.checkpoints.huggingface import INDEX, WEIGHTS, HuggingFaceCheckpoint
 from zagora_jax.checkpoints.load import expected_tensors
@@ -133,7 +133,7 @@ class Merge:
         shape = self.specs[name][0]
         step = max(1, _CHUNK_BYTES // nbytes(shape[1:], np.dtype(np.float32)))
         if self._dequantized is not None and name in self._linear:
-            quantized = FORMATS[self._dequantized].quantize(jnp.asarray(self.checkpoint.read(name)))
+            quantized = quantize(self._dequantized, jnp.asarray(self.checkpoint.read(name)))
             whole = np.asarray(_dequantize(quantized))
             yield from ((start, whole[start : start + step]) for start in range(0, shape[0], step))
         else:
