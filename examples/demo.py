@@ -50,7 +50,7 @@ def main() -> int:
     console.rule("[bold]1. A real model: SmolLM2-135M-Instruct", align="left")
     model = str(fetch(DEFAULT_FOLDER))
     config = parse(TrainConfig, [str(CONFIG), "--model", model])
-    questions = [question for file in config.eval_data or [] for question in read_questions(file)]
+    questions = [question for file in config.eval_data or [] for question in read_questions(Path(file))]
     shutil.rmtree(config.output, ignore_errors=True)  # an earlier demo's
 
     console.rule(f"[bold]2. {len(questions)} questions before training", align="left")

@@ -42,6 +42,17 @@ QWEN3 = (
     "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# As Qwen2.5: tools in the system turn, calls laid out as JSON between marks, results in the user's name.
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for message in messages %}"
+    "{{ '<|im_start|>' + ('user' if message.role == 'tool' else message.role) }}"
+    "{% if message.content %}{{ '\n' + message.content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\n<tool_call>\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 # Writes no end token after an answer.
 ENDLESS = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
 DATED = "{{ 'Today is ' + strftime_now('%d %b %Y') + '.\n' }}" + CHATML

@@ -113,7 +113,7 @@ def _read(option: Option, text: str) -> object:
         if text.startswith(("[", "'", '"')):
             return read_list(option, text)
         if "," in text:
-            return [part.strip() for part in text.split(",")]
+            return [read_scalar(option, part.strip()) for part in text.split(",")]
     return read_scalar(option, text)
 
 

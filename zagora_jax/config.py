@@ -1,5 +1,6 @@
 """The options of every command: the one typed list that YAML, `--help` and docs/options.md are made from."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -13,13 +14,25 @@ def _to_path(value: Any) -> Path:
     raise ValueError("expected a path")
 
 
+def _to_source(value: Any) -> str:
+    if isinstance(value, Path) or (isinstance(value, str) and value.strip()):
+        return os.path.expanduser(value)
+    raise ValueError("expected a path or the name of a data set")
+
+
 def _to_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | Path) else value
+    return [value] if isinstance(value, str | Path | int | float) and not isinstance(value, bool) else value
 
 
 FilePath = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=str)]
-FilePaths = Annotated[
-    list[FilePath], Field(min_length=1), BeforeValidator(_to_list, json_schema_input_type=str | list[str])
+Source = Annotated[str, BeforeValidator(_to_source, json_schema_input_type=str)]
+Sources = Annotated[
+    list[Source], Field(min_length=1), BeforeValidator(_to_list, json_schema_input_type=str | list[str])
+]
+Numbers = Annotated[
+    list[Annotated[float, Field(gt=0)]],
+    Field(min_length=1),
+    BeforeValidator(_to_list, json_schema_input_type=float | list[float]),
 ]
 FloatType = Literal["bfloat16", "float16", "float32"]
 
@@ -126,16 +139,45 @@ class TrainConfig(CommandConfig):
     )
     lora: LoraConfig = LoraConfig()
 
-    data: FilePaths | None = Field(
+    data: Sources | None = Field(
         None,
-        description="The training rows: one or more JSONL, JSON or Parquet files, also with .gz at the end. Required, "
-        "but for a synthetic model, which trains on random tokens.",
+        description="The training rows: JSONL, JSON, Parquet or Arrow files (also with .gz or .zst at the end), "
+        "patterns such as rows/*.jsonl, folders, or data sets of the Hugging Face hub (OWNER/NAME, OWNER/NAME:SPLIT). "
+        "Required, but for a synthetic model, which trains on random tokens.",
     )
-    eval_data: FilePaths | None = Field(
-        default=None, description="Rows held out, in files of the same kinds. No row of data is ever held out."
+    data_weights: Numbers | None = Field(
+        default=None,
+        description="How often an epoch goes through each entry of data: 2 has every row twice, 0.5 another half of "
+        "the rows in every epoch. Where not given: once.",
+    )
+    eval_data: Sources | None = Field(
+        default=None, description="Rows held out, named as those of data. No row of data is held out for it."
+    )
+    eval_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="The part of the rows of data to hold out in place of eval_data. Chosen by their content, so that "
+        "equal rows stand together and the choice does not change when rows are added.",
     )
     sequence_length: int = Field(
         default=2048, ge=2, description="Tokens in a row at most, and of the rows packed together."
+    )
+    long_rows: Literal["cut", "split", "refuse"] = Field(
+        default="cut",
+        description="What becomes of rows longer than sequence_length: cut (off at their end), split (plain text in "
+        "parts; chats are cut), or refuse.",
+    )
+    overlap: int = Field(
+        default=1,
+        ge=1,
+        description="With split: tokens that a part repeats of the one before it, as context that is not supervised.",
+    )
+    max_left_out: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Rows without a supervised token are left out; more than this part of all rows is an error.",
     )
     packing: bool = Field(
         default=False, description="Put several short rows in one sequence; they never see each other."
@@ -221,16 +263,17 @@ class TrainConfig(CommandConfig):
 
     def with_absolute_paths(self) -> Self:
         """Return the same options with all files named absolutely, so that they mean the same in any directory."""
+        from zagora_jax.data.locate import absolute  # here, since reading options needs no data library
 
-        def absolute(paths: list[Path] | None) -> list[Path] | None:
-            return paths and [path.absolute() for path in paths]
+        def all_absolute(sources: list[str] | None) -> list[str] | None:
+            return sources and [absolute(source) for source in sources]
 
         model = Path(self.model).expanduser()
         return self.model_copy(
             update={
                 "model": str(model.absolute()) if model.exists() else self.model,
-                "data": absolute(self.data),
-                "eval_data": absolute(self.eval_data),
+                "data": all_absolute(self.data),
+                "eval_data": all_absolute(self.eval_data),
                 "output": self.output.absolute(),
                 "resume": self.resume.absolute() if isinstance(self.resume, Path) else self.resume,
             }
@@ -244,14 +287,25 @@ class TrainConfig(CommandConfig):
         return remat
 
     @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        if self.eval_every and not (self.eval_data or self.eval_fraction):
+            raise ValueError(f"eval_every is {self.eval_every} but there is no eval_data: give eval_data too")
+        if self.eval_data and self.eval_fraction:
+            raise ValueError("eval_data and eval_fraction both say which rows are held out: give one of them")
+        if self.data_weights and len(self.data_weights) != len(self.data or []):
+            numbers, entries = len(self.data_weights), len(self.data or [])
+            raise ValueError(f"data_weights has {numbers} numbers, data has {entries} entries: give each one")
+        if self.long_rows == "split" and self.overlap >= self.sequence_length:
+            raise ValueError(f"overlap ({self.overlap}) must be below sequence_length ({self.sequence_length})")
+        return self
+
+    @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.offload.activations and self.remat in ("nested", "none"):
             raise ValueError(
                 f"offload.activations does not go with remat {self.remat}, which keeps no layer inputs in one stack: "
                 "give remat full or attention"
             )
-        if self.eval_every and not self.eval_data:
-            raise ValueError(f"eval_every is {self.eval_every} but there is no eval_data: give eval_data too")
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
         return self
@@ -325,7 +379,7 @@ class ConfigureConfig(CommandConfig):
     optimizer: Literal["adamw", "adamw_8bit"] | None = Field(default=None, description="As of train.")
     compute_dtype: FloatType = Field(default="bfloat16", description="As of train.")
     packing: bool = Field(default=False, description="As of train.")
-    data: FilePaths | None = Field(default=None, description="The training rows, to count their tokens.")
+    data: Sources | None = Field(default=None, description="The training rows, to count their tokens.")
     epochs: int = Field(default=1, ge=1, description="Passes over the rows, for the total.")
 
     source: Literal["auto", "compiled", "analytic"] = Field(
@@ -384,7 +438,9 @@ class EvaluateConfig(CommandConfig):
     positional = "run"
 
     run: RunPath
-    data: FilePaths | None = Field(default=None, description="Files of rows; else the run's eval_data.")
+    data: Sources | None = Field(
+        default=None, description="Rows, named as in training; else those that the run held out."
+    )
     micro_batch_size: int | None = Field(default=None, ge=1, description="Rows computed at a time; else as the run's.")
     sequence_length: int | None = Field(default=None, ge=2, description="Tokens in a row at most; else as the run's.")
     checkpoint: Checkpoint = None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -23,7 +24,7 @@ EvaluationStep = Callable[[nnx.State, Batch], tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over supervised tokens, and their number."""
+    """Mean loss over supervised tokens, each by its weight, and their number."""
 
     loss: float
     supervised_tokens: int
@@ -39,22 +40,23 @@ def compile_evaluation(
 
 
 def evaluate(step: EvaluationStep, adapters: nnx.State, batches: Iterable[Batch]) -> Evaluation:
-    """Divide the loss summed over all batches by the number of all supervised tokens, however rows are batched.
+    """Divide the loss summed over all batches by the weight of all supervised tokens, however rows are batched.
 
     Raises:
         ValueError: no token is supervised.
     """
-    total, count = 0.0, 0
+    total, weight, count = 0.0, 0.0, 0
     for batch in batches:
-        batch_total, batch_count = step(adapters, batch)
-        total, count = total + float(batch_total), count + int(batch_count)
+        batch_total, batch_weight = step(adapters, batch)
+        total, weight = total + float(batch_total), weight + float(batch_weight)
+        count += int(np.count_nonzero(batch.weights))
     if not count:
         raise ValueError("no supervised token in the evaluation data")
-    return Evaluation(total / count, count)
+    return Evaluation(total / weight, count)
 
 
 def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
-    """Measure a run's tuned model on rows: those given, or else the run's eval_data.
+    """Measure a run's tuned model on rows: those given, or else those that the run held out.
 
     Raises:
         UserError: the run cannot be opened, there are no rows, or something is wrong with them.
@@ -65,7 +67,7 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     distribution = Distribution(_mesh_here(run_config), tuned.base.model)
     batches = evaluation_batches(run_config, tuned.base, distribution.rows_divisor, reporter, config.data)
     if batches is None:
-        raise UserError(f"{config.run}: the run has no eval_data; give --data")
+        raise UserError(f"{config.run}: the run has no eval_data and no eval_fraction; give --data")
     with reporter.counting("reading and quantising tensors", tuned.base.tensor_count()) as count:
         frozen = tuned.base.load(count.advance, distribution)
     step = compile_evaluation(tuned.graph, forward_options(run_config, tuned.base), distribution, frozen, batches)

@@ -12,24 +12,15 @@ def main(config: PreviewConfig) -> None:
     from rich.console import Console
 
     from zagora_jax.checkpoints import load_tokenizer, open_checkpoint
-    from zagora_jax.data.batches import Batches
+    from zagora_jax.data.prepare import lay_out, mixture, training_rows
     from zagora_jax.data.show import show
-    from zagora_jax.data.tokenize import tokenize_rows
 
-    if config.data is None:
-        raise UserError("data is required: give --data on the command line, or data: in the YAML file")
     if config.model.startswith("synthetic:"):
         raise UserError(f"--model {config.model}: synthetic weights have no tokenizer, so there is no text to show")
     tokenizer = load_tokenizer(open_checkpoint(config.model))
-    data = tokenize_rows(config.data, tokenizer, config.sequence_length)
-    batches = Batches(
-        data.examples,
-        sequence_length=config.sequence_length,
-        packing=config.packing,
-        micro_batch_size=config.micro_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        seed=config.seed,
-    )
+    # However many rows teach nothing, here is where one looks at them.
+    data = training_rows(config.model_copy(update={"max_left_out": 1.0}), tokenizer)
+    batches = lay_out(config, data.examples, 1, mixture(config, data))
     forced = {"auto": None, "always": True, "never": False}[config.colour]
     console = Console(force_terminal=forced, highlight=False)
     show(batches, tokenizer, config.rows, console)

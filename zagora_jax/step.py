@@ -128,9 +128,9 @@ def make_train_step(
 ) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Build the function (state, frozen, batch [A, M, S]) -> (state, metrics) that is to be jitted.
 
-    The loss is the sum over supervised tokens divided by their number, both over the whole optimizer step, so that
-    it is the same for every split into micro-batches. A step whose gradients are not finite leaves parameters and
-    optimizer as they were.
+    The loss is the sum over supervised tokens divided by their number (by the sum of their weights, where rows have
+    some), both over the whole optimizer step, so that it is the same for every split into micro-batches. A step whose
+    gradients are not finite leaves parameters and optimizer as they were.
 
     Args:
         graph: the model's structure.
@@ -169,8 +169,9 @@ def make_train_step(
         return gradients, total, jax.tree.map(lambda own: own[None], own_residuals)
 
     def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        supervised = group.total(batch.weights.sum())
-        count = jnp.maximum(supervised, 1)
+        weights = batch.weights
+        weight, supervised = group.total(jnp.stack([weights.sum(), (weights > 0).sum(dtype=weights.dtype)]))
+        count = jnp.where(weight > 0, weight, 1)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         gradients, total, scattered = accumulated(state, frozen, batch, scale / count)
         residuals = state.residuals._replace(scattered=scattered)
@@ -242,7 +243,7 @@ def _next_scale(loss_scale: LossScale | None, finite: jax.Array) -> LossScale | 
 def make_evaluation_step(
     graph: nnx.GraphDef, options: ForwardOptions, placement: Placement = LOCAL, group: DeviceGroup = ALONE
 ) -> Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]:
-    """Build the function (adapters, frozen, batch [A, M, S]) -> (loss sum, supervised tokens), without dropout."""
+    """Build the function (adapters, frozen, batch [A, M, S]) -> (loss sum, sum of weights), without dropout."""
 
     def evaluate(adapters: nnx.State, frozen: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graph, frozen, adapters)

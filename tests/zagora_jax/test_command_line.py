@@ -78,7 +78,7 @@ def test_resume_is_a_boolean_or_a_path(config_file, arguments, resume):
     ],
 )
 def test_lists(text, paths):
-    assert parse(TrainConfig, ["--model", "base", "--data", text]).data == [Path(path) for path in paths]
+    assert parse(TrainConfig, ["--model", "base", "--data", text]).data == paths
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_positional_option():
         (["--lora.dropout", "1.5"], r"--lora\.dropout: expected less than 1.*, found 1\.5$"),
         (["--lora.targets", "[a-z].*"], r"--lora\.targets: expected a YAML list or text, found \[a-z\]"),
         (["--output", ""], r'--output: expected a path, found ""$'),
-        (["--eval-data", "a,"], r'--eval-data: expected a path, found ""$'),
+        (["--eval-data", "a,"], r'--eval-data: expected a path or the name of a data set, found ""$'),
         (["--eval-every", "5"], r"^eval_every is 5 but there is no eval_data"),
     ],
 )

@@ -32,8 +32,8 @@ def test_the_run_directory_is_named_after_the_model(model, output):
 
 def test_home_and_single_paths():
     config = train_config(data="~/rows.jsonl", eval_data=Path("held_out.jsonl"))
-    assert config.data == [Path.home() / "rows.jsonl"]
-    assert config.eval_data == [Path("held_out.jsonl")]
+    assert config.data == [str(Path.home() / "rows.jsonl")]
+    assert config.eval_data == ["held_out.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ resume: "true"
 """,
     )
     assert config.model == "2024"
-    assert config.data == [Path("1e5"), Path("b.jsonl")]
-    assert config.eval_data == [Path("held.jsonl")]
+    assert config.data == ["1e5", "b.jsonl"]
+    assert config.eval_data == ["held.jsonl"]
     assert config.output == Path("no")
     assert config.lora == LoraConfig(rank=8, targets=r".*\.(q|v)_proj")
     assert (config.quantization, config.learning_rate, config.packing) == ("none", 1e-4, True)
@@ -78,7 +78,10 @@ def test_numbers_with_exponents(tmp_path, text):
         ("learning_rate: 1e999", r"config\.yaml:3: learning_rate: expected a finite number, found Infinity$"),
         ("quantization: fp4", r"config\.yaml:3: quantization: expected 'nf4' or 'none', found \"fp4\"$"),
         ("resume: [a]", r"config\.yaml:3: resume: expected true or false or a path, found \[\"a\"\]$"),
-        ("eval_data: [a, {b: 1}]", r"config\.yaml:3: eval_data: expected a path, found \{\"b\": 1\}$"),
+        (
+            "eval_data: [a, {b: 1}]",
+            r"config\.yaml:3: eval_data: expected a path or the name of a data set, found \{\"b\": 1\}$",
+        ),
         ("eval_data: []", r"config\.yaml:3: eval_data: expected a list that is not empty, found \[\]$"),
         ("lora: 8", r"config\.yaml:3: lora: expected a mapping of options \(rank, alpha, .*\), found 8$"),
         ("lora:", r"config\.yaml:3: lora: expected a mapping of options \(rank, alpha, .*\), found null$"),
@@ -143,14 +146,15 @@ TRICKY = st.sampled_from(
     ["no", "null", "~x", "1e-4", "010", "a: b", "#x", "[a]", "true", "1:30", "é ", "- x", "<<", "="]
 )
 TEXT = TRICKY | st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=8)
-PATHS = TEXT.filter(lambda text: not text.startswith("~")).map(Path)
+SOURCES = TEXT.filter(lambda text: not text.startswith("~"))
+PATHS = SOURCES.map(Path)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     model=TEXT,
-    data=st.lists(PATHS, min_size=1, max_size=3),
-    eval_data=st.none() | st.lists(PATHS, min_size=1, max_size=2),
+    data=st.lists(SOURCES, min_size=1, max_size=3),
+    eval_data=st.none() | st.lists(SOURCES, min_size=1, max_size=2),
     output=PATHS,
     resume=st.booleans() | PATHS,
     learning_rate=st.floats(1e-30, 1e30),

@@ -77,7 +77,7 @@ def test_other_rows_can_be_given(run, measured):
 
 def test_a_run_without_held_out_rows_needs_data(run, tmp_path):
     other = finished_run(tmp_path / "run", run.read_config().model_copy(update={"eval_data": None}))
-    with pytest.raises(UserError, match="the run has no eval_data; give --data"):
+    with pytest.raises(UserError, match="the run has no eval_data and no eval_fraction; give --data"):
         evaluate_run(EvaluateConfig(run=other.path), recorder()[0])
 
 
@@ -95,7 +95,10 @@ def test_the_command_prints_the_loss(run, measured, capsys):
 
 def sums(totals_and_counts):
     """Batches, and a step that gives each its loss sum and its number of targets."""
-    batches = [Batch(tokens=each, targets=0, weights=0, segment_ids=0, positions=0) for each in totals_and_counts]
+    batches = [
+        Batch(tokens=(total, count), targets=0, weights=np.ones(count), segment_ids=0, positions=0)
+        for total, count in totals_and_counts
+    ]
     return (lambda _adapters, batch: batch.tokens), batches
 
 

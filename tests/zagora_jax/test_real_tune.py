@@ -17,7 +17,7 @@ from zagora_jax.adapter import save_adapter
 from zagora_jax.base import open_base
 from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batches
-from zagora_jax.data.tokenize import tokenize_rows
+from zagora_jax.data.tokenize import Preparation, tokenize_rows
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.step import ForwardOptions, initial_state, make_evaluation_step, make_train_step
 
@@ -114,7 +114,7 @@ def test_the_training_curve_is_that_of_peft_over_bitsandbytes(smollm2, folder, t
 
 
 def batches(base, name, sequences):
-    rows = tokenize_rows([REPOSITORY / "examples" / "zagora" / f"{name}.jsonl"], base.tokenizer(), sequence_length=64)
+    rows = tokenize_rows([REPOSITORY / "examples" / "zagora" / f"{name}.jsonl"], base.tokenizer(), Preparation(64))
     return Batches(rows.examples, sequence_length=64, packing=True, micro_batch_size=sequences)
 
 

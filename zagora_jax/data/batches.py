@@ -1,11 +1,12 @@
 """From tokenised rows to the batches of optimizer steps, in an order that depends on the seed and the step alone.
 
-Every epoch visits each row once. The last optimizer step of an epoch is filled up with empty sequences, which have no
-weight, so that no row is dropped and all shapes are the same.
+Every epoch visits each row once, or as often as a mixture says. The last optimizer step of an epoch is filled up with
+empty sequences, which have no weight, so that no row is dropped and all shapes are the same.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import grain
@@ -19,6 +20,7 @@ from zagora_jax.errors import UserError
 # Without packing, sequences are as wide as the longest row, rounded up to a multiple of this.
 WIDTH_MULTIPLE = 32
 PREFETCHED_BATCHES = 2
+MIXING = 1  # tells the seeds of a mixture from those of an epoch
 
 
 class Batch(NamedTuple):
@@ -27,7 +29,8 @@ class Batch(NamedTuple):
     Attributes:
         tokens: int32.
         targets: int32, the token after each in the same row; 0 after a row's last.
-        weights: float32, 1 where the target is supervised, else 0.
+        weights: float32, what the target counts in the loss: 1 where it is supervised, unless the row says otherwise;
+            else 0.
         segment_ids: int32, the rows of a sequence numbered from 1; 0 is padding.
         positions: int32, counted from 0 in each row.
     """
@@ -37,6 +40,24 @@ class Batch(NamedTuple):
     weights: Any
     segment_ids: Any
     positions: Any
+
+
+class Share(NamedTuple):
+    """Rows of a mixture, and how often an epoch goes through them; a fraction takes a part of them in turn."""
+
+    rows: range
+    passes: float
+
+    def rows_of(self, epoch: int, order: Callable[[int], np.ndarray]) -> np.ndarray:
+        """The rows of an epoch; `order` gives the one in which fractions take them, so that none is left behind."""
+        count = len(self.rows)
+        whole = int(self.passes)
+        part = round((self.passes - whole) * count)
+        rows = np.tile(np.arange(self.rows.start, self.rows.stop), whole)
+        if not part:
+            return rows
+        taken = order(count)[(epoch * part + np.arange(part)) % count]
+        return np.concatenate([rows, self.rows.start + np.sort(taken)])
 
 
 _DTYPES = (np.int32, np.int32, np.float32, np.int32, np.int32)
@@ -59,6 +80,7 @@ class Batches:
         gradient_accumulation_steps: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        mixture: Sequence[Share] = (),
     ):
         """Describes how rows become batches.
 
@@ -70,6 +92,7 @@ class Batches:
             gradient_accumulation_steps: A, micro-batches in an optimizer step.
             seed: of the order of rows; every epoch has an order of its own.
             shuffle: whether rows are shuffled at all.
+            mixture: how often an epoch goes through which rows; where empty, once through all.
         """
         if not len(examples):
             raise ValueError("there are no rows to make batches of")
@@ -86,6 +109,7 @@ class Batches:
         self._packing = packing
         self._seed = seed
         self._shuffle = shuffle
+        self._mixture = tuple(mixture) or (Share(range(len(examples)), 1.0),)
         self._plans: dict[int, Packing] = {}
         self._lock = threading.RLock()  # the prefetching thread makes plans too
         self._sequences: list[int] = []
@@ -104,7 +128,9 @@ class Batches:
         with self._lock:
             while len(self._sequences) <= epoch:
                 following = len(self._sequences)
-                self._sequences.append(self._plan(following).sequences if self._packing else len(self.examples))
+                self._sequences.append(
+                    self._plan(following).sequences if self._packing else self._rows_of(following).size
+                )
         return self._sequences[epoch]
 
     def steps_per_epoch(self, epoch: int = 0) -> int:
@@ -142,11 +168,11 @@ class Batches:
         for sequence, rows in enumerate(self.rows_of_step(step)):
             begin = 0
             for segment, row in enumerate(rows, start=1):
-                tokens, supervised, _ = self.examples[row]
+                tokens, weights, _ = self.examples[row]
                 end = begin + len(tokens)
                 flat.tokens[sequence, begin:end] = tokens
                 flat.targets[sequence, begin : end - 1] = tokens[1:]
-                flat.weights[sequence, begin : end - 1] = supervised[1:]
+                flat.weights[sequence, begin : end - 1] = weights[1:]
                 flat.segment_ids[sequence, begin:end] = segment
                 flat.positions[sequence, begin:end] = np.arange(len(tokens))
                 begin = end
@@ -154,12 +180,14 @@ class Batches:
 
     def identity(self) -> dict[str, Any]:
         """What the batches depend on: an iterator's state is good only where all of it is the same."""
+        mixed = any(share.passes != 1 for share in self._mixture)
         return {
             "rows": self.fingerprint,
             "shape": list(self._shape),
             "packing": self._packing,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **({"mixture": [[len(share.rows), share.passes] for share in self._mixture]} if mixed else {}),
         }
 
     def _plan(self, epoch: int) -> Packing:
@@ -176,10 +204,23 @@ class Batches:
         They are sorted by random keys: unlike `permutation`, the raw bits of a generator are the same in all versions
         of numpy, so that a run can be resumed with another.
         """
-        if not self._shuffle:
-            return np.arange(len(self.examples))
-        keys = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self.examples))
-        return np.argsort(keys, kind="stable")
+        rows = self._rows_of(epoch)
+        return rows[_random_order(self._seed, epoch, len(rows))] if self._shuffle else rows
+
+    def _rows_of(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch, in the order of their files."""
+        return np.concatenate(
+            [
+                share.rows_of(epoch, partial(_random_order, self._seed, number, MIXING))
+                for number, share in enumerate(self._mixture)
+            ]
+        )
+
+
+def _random_order(*seeds_and_count: int) -> np.ndarray:
+    *seeds, count = seeds_and_count
+    keys = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
+    return np.argsort(keys, kind="stable")
 
 
 class BatchIterator(Iterator[Batch]):
@@ -207,7 +248,9 @@ class BatchIterator(Iterator[Batch]):
         """
         saved, present = state["batches"], self._batches.identity()
         changed = [
-            f"{name} ({saved[name]} before, {present[name]} now)" for name in present if saved[name] != present[name]
+            f"{name} ({saved.get(name)} before, {present.get(name)} now)"
+            for name in {**saved, **present}
+            if saved.get(name) != present.get(name)
         ]
         if changed:
             raise UserError(

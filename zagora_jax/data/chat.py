@@ -9,6 +9,8 @@ How each form is rendered:
 | `Completion` | a user turn and an assistant turn | prompt and completion, joined as they stand |
 | `Instruction` | a user turn (instruction, blank line, input), an assistant turn | Alpaca's prompt, then the output |
 
+Each span carries the weight of its text in the loss; an assistant turn of weight 0 has none.
+
 Stock chat templates do not say what the assistant wrote. Where a template has `{% generation %}` marks they are used;
 otherwise the conversation is rendered again with a probe for each answer, and both renderings must agree around it.
 What the template puts before the answer (a role header, an empty reasoning block) is not learned.
@@ -16,15 +18,16 @@ What the template puts before the answer (a role header, an empty reasoning bloc
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from zagora_jax.data.rows import Completion, Conversation, Form, Instruction, PlainText, Turn
+from zagora_jax.data.rows import Completion, Conversation, Form, Instruction, PlainText, TokenRow
 from zagora_jax.data.sources import Location
+from zagora_jax.data.turns import CALLS, Turn
 from zagora_jax.errors import UserError
 
 GENERATION_MARK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
@@ -44,15 +47,23 @@ _FIXED_DATE = (
 PROBE = "\uf8ff"
 
 
+class Span(NamedTuple):
+    """Characters [start, end) of a text, and the weight of their tokens in the loss."""
+
+    start: int
+    end: int
+    weight: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A row's text. `spans` are the (start, end) characters of what the model learns, without end tokens.
+    """A row's text. `spans` are what the model learns, without end tokens.
 
     A `chat` text holds the special tokens that its template wrote; any other gets the tokenizer's own around it.
     """
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     chat: bool
 
 
@@ -66,22 +77,29 @@ def render(form: Form, tokenizer: PreTrainedTokenizerBase, location: Location) -
 
     Raises:
         UserError: the template refuses the row, or what the assistant wrote cannot be told apart from the rest.
+        ValueError: the row has tokens in place of text.
     """
     match form:
-        case PlainText(text):
-            return Rendered(text, ((0, len(text)),), chat=False)
-        case Conversation(turns):
-            return render_conversation(turns, tokenizer, location)
-        case Completion(prompt, completion) if tokenizer.chat_template:
+        case PlainText(text, weight):
+            return Rendered(text, (Span(0, len(text), weight),) if weight else (), chat=False)
+        case Conversation():
+            return render_conversation(form, tokenizer, location)
+        case Completion(prompt, completion, weight) if tokenizer.chat_template:
             _refuse_rendered_prompt(prompt, tokenizer, location)
-            return render_conversation((Turn("user", prompt), Turn("assistant", completion)), tokenizer, location)
-        case Completion(prompt, completion):
-            return _joined(prompt, completion)
-        case Instruction(instruction, given, output) if tokenizer.chat_template:
+            return render_conversation(_exchange(prompt, completion, weight), tokenizer, location)
+        case Completion(prompt, completion, weight):
+            return _joined(prompt, completion, weight)
+        case Instruction(instruction, given, output, weight) if tokenizer.chat_template:
             request = f"{instruction}\n\n{given}" if given else instruction
-            return render_conversation((Turn("user", request), Turn("assistant", output)), tokenizer, location)
-        case Instruction(instruction, given, output):
-            return _joined(alpaca_prompt(instruction, given), output)
+            return render_conversation(_exchange(request, output, weight), tokenizer, location)
+        case Instruction(instruction, given, output, weight):
+            return _joined(alpaca_prompt(instruction, given), output, weight)
+        case TokenRow():
+            raise ValueError("a row of tokens has no text to render")
+
+
+def _exchange(request: str, answer: str, weight: float) -> Conversation:
+    return Conversation((Turn("user", request), Turn("assistant", answer, weight)))
 
 
 def alpaca_prompt(instruction: str, given: str) -> str:
@@ -98,8 +116,9 @@ def alpaca_prompt(instruction: str, given: str) -> str:
     )
 
 
-def _joined(prompt: str, completion: str) -> Rendered:
-    return Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), chat=False)
+def _joined(prompt: str, completion: str, weight: float) -> Rendered:
+    span = Span(len(prompt), len(prompt) + len(completion), weight)
+    return Rendered(prompt + completion, (span,) if weight else (), chat=False)
 
 
 def _refuse_rendered_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, location: Location) -> None:
@@ -111,25 +130,36 @@ def _refuse_rendered_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, loc
             )
 
 
-def render_conversation(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, location: Location) -> Rendered:
+def render_conversation(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, location: Location) -> Rendered:
     """Renders turns with the tokenizer's chat template and finds what the assistant wrote."""
-    template = _Template(tokenizer, location)
+    template = _Template(tokenizer, conversation.tools, location)
+    turns = conversation.turns
     if template.marks_generations:
         text, marks = template.render(turns, marks=True)
-        return Rendered(text, _marked_spans(text, marks, turns, tokenizer, template), chat=True)
-    text, _ = template.render(turns)
-    spans = _spans_around_probes(text, turns, template) or _spans_after_prompts(text, turns, template)
-    return Rendered(text, tuple(spans), chat=True)
+        spans = _marked_spans(text, marks, turns, tokenizer, template)
+    else:
+        text, _ = template.render(turns)
+        # A probe can stand for a text, not for calls of tools or reasoning that the template lays out.
+        laid_out = any(turn.role == "assistant" and turn.extra.keys() - {"name"} for turn in turns)
+        found = None if laid_out else _spans_around_probes(text, turns, template)
+        spans = found or _spans_after_prompts(text, turns, tokenizer, template)
+    learned = [turn for turn in turns if _is_learned(turn)]
+    return Rendered(text, tuple(Span(*span, turn.weight) for span, turn in zip(spans, learned, strict=True)), chat=True)
+
+
+def _is_learned(turn: Turn) -> bool:
+    return turn.role == "assistant" and turn.weight > 0
 
 
 class _Template:
     """A tokenizer's chat template, run in transformers' sandbox, with errors that name the row."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, location: Location):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], location: Location):
         self._tokenizer = tokenizer
+        self._tools: Any = list(tools) or None
         self._location = location
         try:
-            self._source = tokenizer.get_chat_template()
+            self._source = tokenizer.get_chat_template(tools=self._tools)
         except ValueError as error:
             raise UserError(
                 f"{location}: a row of turns needs a chat template, and {name_of(tokenizer)} has no default one; "
@@ -144,10 +174,11 @@ class _Template:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and with `marks` the character spans of its generations; `prompt` adds the assistant's header."""
         special_tokens: dict[str, Any] = self._tokenizer.special_tokens_map
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        messages = [turn.message() for turn in turns]
         try:
             rendered: Any = render_jinja_template(
                 conversations=[messages],
+                tools=self._tools,
                 chat_template=self._source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
@@ -164,8 +195,8 @@ class _Template:
 
 def _spans_around_probes(text: str, turns: Sequence[Turn], template: _Template) -> list[tuple[int, int]] | None:
     """The answers' spans, if `text` is the conversation with probes for answers, each probe replaced by its answer."""
-    answers = [turn.content for turn in turns if turn.role == "assistant"]
-    with_probes = [Turn(turn.role, PROBE) if turn.role == "assistant" else turn for turn in turns]
+    answers = [turn.content for turn in turns if _is_learned(turn)]
+    with_probes = [replace(turn, content=PROBE) if _is_learned(turn) else turn for turn in turns]
     first, *others = template.render(with_probes)[0].split(PROBE)
     if len(others) != len(answers) or not text.startswith(first):
         return None
@@ -186,33 +217,52 @@ def _lead(header: str, turns: Sequence[Turn], template: _Template) -> str:
 
     `header` is the text before the first answer. Without a turn before that, there is no prompt to compare with.
     """
-    first_answer = next((index for index, turn in enumerate(turns) if turn.role == "assistant"), 0)
+    first_answer = next((index for index, turn in enumerate(turns) if _is_learned(turn)), 0)
     if not first_answer:
         return ""
     lead = header.removeprefix(template.render(turns[:first_answer], prompt=True)[0])
     return "" if lead.strip() else lead
 
 
-def _spans_after_prompts(text: str, turns: Sequence[Turn], template: _Template) -> list[tuple[int, int]]:
+def _spans_after_prompts(
+    text: str, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, template: _Template
+) -> list[tuple[int, int]]:
     """The answers' spans, each where the rendering of the turns before it, and the assistant's header, ends.
 
-    This finds answers that the template renders by their content, such as a reasoning block that it takes apart.
+    This finds answers that the template renders by their content, such as a reasoning block that it takes apart, and
+    calls of tools, which it lays out itself.
     """
     spans = []
     for index, turn in enumerate(turns):
-        if turn.role != "assistant":
+        if not _is_learned(turn):
             continue
         prompt = template.render(turns[:index], prompt=True)[0] if index else ""
-        answer = turn.content.strip()
         has_header = index > 0 and prompt != template.render(turns[:index])[0]
-        if not (has_header and text.startswith(prompt) and text[len(prompt) :].lstrip().startswith(answer)):
+        end = None
+        if has_header and text.startswith(prompt):
+            if turn.extra.keys() - {"name"}:
+                end = _end_of_turn(text, len(prompt), template.render(turns[: index + 1])[0], tokenizer)
+            elif text[len(prompt) :].lstrip().startswith(turn.content.strip()):
+                end = text.index(turn.content.strip(), len(prompt)) + len(turn.content.strip())
+        if end is None:
             raise template.error(
                 f"does not render turn {index + 1} (assistant) as it was written, so its tokens cannot be told apart "
-                "(templates that drop earlier reasoning do this); change the row, or add {% generation %} marks to the "
-                "template"
+                "(templates that drop earlier reasoning do this); change the row, give the turn the weight 0, or add "
+                "{% generation %} marks to the template"
             )
-        spans.append((len(prompt), text.index(answer, len(prompt)) + len(answer)))
+        spans.append((len(prompt), end))
     return spans
+
+
+def _end_of_turn(text: str, start: int, so_far: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Where the turn ends that `so_far`, the beginning of `text`, ends with; None if it is not a beginning of it."""
+    body = so_far.rstrip()
+    if not text.startswith(body):
+        return None
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    closing = max((token for token in added if body.endswith(token)), key=len, default="")
+    end = len(body.removesuffix(closing).rstrip())
+    return end if end > start else None
 
 
 def _marked_spans(
@@ -221,19 +271,20 @@ def _marked_spans(
     turns: Sequence[Turn],
     tokenizer: PreTrainedTokenizerBase,
     template: _Template,
-) -> tuple[tuple[int, int], ...]:
-    """The marked spans without the end tokens that they may hold."""
-    answers = [turn.content.strip() for turn in turns if turn.role == "assistant"]
+) -> list[tuple[int, int]]:
+    """The marked spans of the answers that are learned, without the end tokens that they may hold."""
+    answers = [turn for turn in turns if turn.role == "assistant"]
     if len(marks) != len(answers):
         raise template.error(f"marks {len(marks)} generations, expected {len(answers)}, one for each assistant turn")
     spans = []
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    for number, ((start, end), answer) in enumerate(zip(marks, answers, strict=True), start=1):
-        body = text[start:end].rstrip()
+    for number, ((start, end), turn) in enumerate(zip(marks, answers, strict=True), start=1):
+        body, answer = text[start:end].rstrip(), turn.content.strip()
         if not (answer and body.endswith(answer)):
             closing = max((token for token in added if body.endswith(token)), key=len, default="")
             body = body.removesuffix(closing)
-        if not body.rstrip().endswith(answer):
+        if CALLS not in turn.extra and not body.rstrip().endswith(answer):
             raise template.error(f"does not mark assistant turn {number} as it was written")
-        spans.append((start, start + len(body)))
-    return tuple(spans)
+        if _is_learned(turn):
+            spans.append((start, start + len(body)))
+    return spans

@@ -1,18 +1,20 @@
-"""From rendered text to tokens and the mask of those that are supervised."""
+"""From rendered text to tokens, and how much each of them counts in the loss."""
 
 import bisect
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from zagora_jax.data.chat import Rendered, name_of
+from zagora_jax.data.rows import TokenRow
 from zagora_jax.data.sources import Location
 from zagora_jax.errors import UserError
 
 
 class Encoder:
-    """Turns rendered rows into tokens and masks.
+    """Turns rendered rows into tokens and the weight of each in the loss.
 
     Supervised are the tokens that hold text of a learned span, and the end token after it: the one that the
     chat template wrote, or, outside of chat, the tokenizer's end-of-sequence token, which is appended. Text that is not
@@ -22,8 +24,8 @@ class Encoder:
     Padding is not looked at: it is known by position, so a pad token that equals the end token does no harm.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence_length: int):
-        """Prepares for one tokenizer.
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, whole: bool = False):
+        """Prepares for one tokenizer; with `whole`, text past `sequence_length` tokens is encoded too.
 
         Raises:
             UserError: the tokenizer cannot tell the characters of its tokens, or has no end-of-sequence token.
@@ -40,19 +42,31 @@ class Encoder:
         self._end = int(tokenizer.eos_token_id)
         self._begin = _beginning(tokenizer)
         self._added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+        vocabulary = tokenizer.get_vocab()
+        self._last = max(vocabulary.values())
         # No token is longer than the longest of the vocabulary: text past this many characters cannot be reached.
-        longest = max(map(len, tokenizer.get_vocab()))
-        self._reach = (sequence_length + 256) * longest
+        self._reach = sys.maxsize if whole else (sequence_length + 256) * max(map(len, vocabulary))
 
-    def encode(self, rows: Sequence[Rendered], locations: Sequence[Location]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode(
+        self, rows: Sequence[Rendered | TokenRow], locations: Sequence[Location]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Encodes rows together.
 
         Returns:
-            Tokens int32[n] and supervised bool[n] of each row; n = 0 for a row without text.
+            Tokens int32[n] and weights float32[n] of each row, 0 where not supervised; n = 0 for a row without text.
 
         Raises:
-            UserError: a chat template writes no end token after an assistant's turn.
+            UserError: a chat template writes no end token after an assistant's turn, or a row of tokens has one that
+                the tokenizer does not have.
         """
+        encoded = iter(self._encode([row for row in rows if isinstance(row, Rendered)]))
+        return [
+            self._check(row, location) if isinstance(row, TokenRow) else self._finish(row, location, *next(encoded))
+            for row, location in zip(rows, locations, strict=True)
+        ]
+
+    def _encode(self, rows: Sequence[Rendered]) -> Iterable[tuple[list[int], list[tuple[int, int]]]]:
+        """Token ids of each row, and the characters that each stands for."""
         if not rows:
             return []
         encoded = self._tokenizer(
@@ -63,32 +77,37 @@ class Encoder:
             return_token_type_ids=False,
             verbose=False,
         )
-        return [
-            self._finish(row, location, ids, offsets)
-            for row, location, ids, offsets in zip(
-                rows, locations, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        return zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+
+    def _check(self, row: TokenRow, location: Location) -> tuple[np.ndarray, np.ndarray]:
+        if wrong := np.flatnonzero((row.tokens < 0) | (row.tokens > self._last)).tolist():
+            raise UserError(
+                f"{location}, field input_ids[{wrong[0]}]: expected a token of {name_of(self._tokenizer)}, 0 to "
+                f"{self._last}, found {row.tokens[wrong[0]]}; encode the rows with the tokenizer of this model"
             )
-        ]
+        weights = row.weights.copy()
+        weights[:1] = 0
+        return row.tokens, weights
 
     def _finish(
         self, row: Rendered, location: Location, ids: list[int], offsets: list[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        supervised = np.zeros(len(ids), bool)
+        weights = np.zeros(len(ids), np.float32)
         starts = [start for start, _ in offsets]
         ends = [end for _, end in offsets]
-        for start, end in row.spans:
+        for start, end, weight in row.spans:
             first = bisect.bisect_right(ends, start)
             last = bisect.bisect_left(starts, end)
             if first < last and starts[first] < start and row.text[start : ends[first]].isspace():
                 first += 1  # white space of the prompt that swallowed some of the answer's
             if row.chat:
                 last = max(last, self._after_end_token(row, location, ids, starts, end))
-            supervised[first:last] = True
+            weights[first:last] = weight
         tokens = np.asarray(ids, np.int32)
         if ids and not row.chat:
-            tokens, supervised = self._enclose(tokens, supervised)
-        supervised[:1] = False
-        return tokens, supervised
+            tokens, weights = self._enclose(tokens, weights, row.spans[-1].weight if row.spans else 0.0)
+        weights[:1] = 0
+        return tokens, weights
 
     def _after_end_token(self, row: Rendered, location: Location, ids: list[int], starts: list[int], end: int) -> int:
         """The position after the end token of an answer that ends at character `end`."""
@@ -106,16 +125,16 @@ class Encoder:
             "correct the template"
         )
 
-    def _enclose(self, tokens: np.ndarray, supervised: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _enclose(self, tokens: np.ndarray, weights: np.ndarray, weight: float) -> tuple[np.ndarray, np.ndarray]:
         """Puts the tokenizer's begin tokens before, and its end token after, where they are not there already."""
         begin = np.asarray(self._begin, np.int32)
         if not np.array_equal(tokens[: len(begin)], begin):
             tokens = np.concatenate([begin, tokens])
-            supervised = np.concatenate([np.zeros(len(begin), bool), supervised])
+            weights = np.concatenate([np.zeros(len(begin), np.float32), weights])
         if tokens[-1] != self._end:
             tokens = np.append(tokens, np.int32(self._end))
-            supervised = np.append(supervised, True)
-        return tokens, supervised
+            weights = np.append(weights, np.float32(weight))
+        return tokens, weights
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,16 +1,17 @@
 """The batches that a command's options ask for: files to tokens to batches, and what is said of them on the way."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
-from zagora_jax.data.batches import Batches
+from zagora_jax.data.batches import Batches, Share
 from zagora_jax.data.examples import Example, Examples
+from zagora_jax.data.held_out import is_held_out
 from zagora_jax.data.sources import Location
-from zagora_jax.data.tokenize import tokenize_rows
+from zagora_jax.data.tokenize import Preparation, TokenizedData, tokenize_rows
 from zagora_jax.errors import UserError
 from zagora_jax.reporting.progress import Reporter
 
@@ -25,30 +26,22 @@ def training_batches(config: TrainConfig, base: BaseModel, replicas: int, report
         reporter: told what became of the rows.
     """
     if base.synthetic:
-        examples = _random_examples(config, base.model.config.vocab_size, replicas)
-    elif config.data is None:
-        raise UserError("data is required: give --data on the command line, or data: in the YAML file")
-    else:
-        examples = _tokenize(config.data, config, base, reporter, "data")
-    return Batches(
-        examples,
-        sequence_length=config.sequence_length,
-        packing=config.packing,
-        micro_batch_size=config.micro_batch_size * replicas,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        seed=config.seed,
-    )
+        return lay_out(config, _random_examples(config, base.model.config.vocab_size, replicas), replicas)
+    data = training_rows(config, base.tokenizer())
+    _report(data, reporter, "data")
+    return lay_out(config, data.examples, replicas, mixture(config, data))
 
 
 def evaluation_batches(
-    config: TrainConfig, base: BaseModel, replicas: int, reporter: Reporter, files: Sequence[Path] | None = None
+    config: TrainConfig, base: BaseModel, replicas: int, reporter: Reporter, sources: Sequence[str] | None = None
 ) -> Batches | None:
-    """Tokenise the rows of `files`, or else of eval_data, in their own order; None where there are none."""
-    files = files or config.eval_data
-    if not files:
+    """Tokenise the rows of `sources`, or else those held out, in their own order; None where there are none."""
+    if not sources and not config.eval_data and not config.eval_fraction:
         return None
+    data = held_out_rows(config, base.tokenizer(), sources)
+    _report(data, reporter, "eval data")
     return Batches(
-        _tokenize(files, config, base, reporter, "eval data"),
+        data.examples,
         sequence_length=config.sequence_length,
         packing=config.packing,
         micro_batch_size=config.micro_batch_size * replicas,
@@ -56,19 +49,85 @@ def evaluation_batches(
     )
 
 
-def _tokenize(files: Sequence[Path], config: TrainConfig, base: BaseModel, reporter: Reporter, name: str) -> Examples:
-    data = tokenize_rows(files, base.tokenizer(), config.sequence_length)
+def training_rows(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, first_rows: int | None = None
+) -> TokenizedData:
+    """Tokenise the rows of data, without those that eval_fraction holds out.
+
+    Raises:
+        UserError: there is no data, or something is wrong with it.
+    """
+    if config.data is None:
+        raise UserError("data is required: give --data on the command line, or data: in the YAML file")
+    fraction = config.eval_fraction
+    return tokenize_rows(
+        config.data,
+        tokenizer,
+        _preparation(config, first_rows),
+        lambda form: not is_held_out(form, fraction),
+        config.data_weights,
+    )
+
+
+def held_out_rows(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[str] | None = None,
+    first_rows: int | None = None,
+) -> TokenizedData:
+    """Tokenise the rows of `sources`, or else of eval_data, or else those of data that eval_fraction holds out.
+
+    Raises:
+        UserError: something is wrong with them, or there are none.
+    """
+    preparation = _preparation(config, first_rows)
+    if chosen := sources or config.eval_data:
+        return tokenize_rows(chosen, tokenizer, preparation)
+    fraction = config.eval_fraction
+    return tokenize_rows(config.data or [], tokenizer, preparation, lambda form: is_held_out(form, fraction))
+
+
+def lay_out(config: TrainConfig, examples: Examples, replicas: int, shares: Sequence[Share] = ()) -> Batches:
+    """Lay rows out in the batches of a training."""
+    return Batches(
+        examples,
+        sequence_length=config.sequence_length,
+        packing=config.packing,
+        micro_batch_size=config.micro_batch_size * replicas,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        seed=config.seed,
+        mixture=shares,
+    )
+
+
+def mixture(config: TrainConfig, data: TokenizedData) -> list[Share]:
+    """How often an epoch goes through the rows of each source.
+
+    Raises:
+        UserError: data_weights leaves an epoch without rows.
+    """
+    weights = config.data_weights or [1.0] * len(data.sources)
+    shares = [Share(rows, passes) for rows, passes in zip(data.sources, weights, strict=True)]
+    if not any(round(share.passes * len(share.rows)) for share in shares):
+        raise UserError(f"data_weights {weights}: leaves no row in an epoch; raise them")
+    return shares
+
+
+def _preparation(config: TrainConfig, first_rows: int | None) -> Preparation:
+    return Preparation(config.sequence_length, config.long_rows, config.overlap, config.max_left_out, first_rows)
+
+
+def _report(data: TokenizedData, reporter: Reporter, name: str) -> None:
     for line in str(data.statistics).splitlines():
         reporter.say(f"{name}: {line}")
-    return data.examples
 
 
 def _random_examples(config: TrainConfig, vocab_size: int, replicas: int) -> Examples:
     """Draw rows of random tokens, one for every sequence of a run, all supervised and of full length."""
-    if config.data is not None or config.eval_data is not None:
+    if config.data is not None or config.eval_data is not None or config.eval_fraction:
         raise UserError(
-            f"--model {config.model}: synthetic weights have no tokenizer and train on random tokens; leave data and "
-            "eval_data out"
+            f"--model {config.model}: synthetic weights have no tokenizer and train on random tokens; leave data, "
+            "eval_data and eval_fraction out"
         )
     if config.max_steps is None:
         raise UserError(f"--model {config.model}: random tokens have no epochs; give --max-steps")
@@ -78,7 +137,7 @@ def _random_examples(config: TrainConfig, vocab_size: int, replicas: int) -> Exa
     return Examples.of(
         Example(
             rng.integers(0, vocab_size, width, dtype=np.int32),
-            np.ones(width, bool),
+            np.ones(width, np.float32),
             Location("synthetic", row + 1, "row"),
         )
         for row in range(rows)

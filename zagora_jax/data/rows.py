@@ -1,61 +1,45 @@
-"""What a row says: five shapes that data sets come in, recognised row by row, as four forms.
+"""What a row says: six shapes that data sets come in, recognised row by row, as five forms.
 
 | keys of the row | form |
 |---|---|
 | `text` | `PlainText` |
-| `messages`: turns of `role` and `content`; optionally `system` | `Conversation` |
-| `conversations`: turns of `from` and `value`; optionally `system` | `Conversation` |
+| `messages`: turns of `role` and `content`; optionally `system`, `tools` | `Conversation` |
+| `conversations`: turns of `from` and `value`; optionally `system`, `tools` | `Conversation` |
 | `prompt`, `completion` | `Completion` |
 | `instruction`, `output`; optionally `input` | `Instruction` |
+| `input_ids`; optionally `labels`, `attention_mask`, `weights` | `TokenRow` |
 
-Turns may use either convention, also within one row. A null value counts as absent, so that a Parquet table can hold
-several shapes. Keys in `METADATA_KEYS` are ignored; any other key is refused, since ignoring one that changes what the
-row says would train on something else than the data set means.
+Each may have a `weight`, which its supervised tokens count by in the loss (1 where there is none). Turns may use either
+convention, also within one row (`turns.py`). A null value counts as absent, so that a Parquet table can hold several
+shapes. Keys in `METADATA_KEYS` are ignored; any other key is refused, since ignoring one that changes what the row says
+would train on something else than the data set means.
 
 A conversation may begin with the assistant (if the model's chat template allows it) and may end with a user turn,
 which is rendered and gives no supervised tokens.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from zagora_jax.data.sources import Location, SourceRow, describe
+from zagora_jax.data.turns import METADATA_KEYS, Turn, read_text, read_tools, read_turn, read_weight
 from zagora_jax.errors import UserError
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
-
-SHAPES = {  # required keys, optional keys
+SHAPES: dict[str, tuple[set[str], set[str]]] = {  # required keys, optional keys
     "text": ({"text"}, set()),
-    "messages": ({"messages"}, {"system"}),
-    "conversations": ({"conversations"}, {"system"}),
+    "messages": ({"messages"}, {"system", "tools"}),
+    "conversations": ({"conversations"}, {"system", "tools"}),
     "completion": ({"prompt", "completion"}, set()),
     "instruction": ({"instruction", "output"}, {"input"}),
+    "tokens": ({"input_ids"}, {"labels", "attention_mask", "weights"}),
 }
 SHAPES_IN_WORDS = (
-    "{text}, {messages: [{role, content}]}, {conversations: [{from, value}]}, {prompt, completion} or "
-    "{instruction, input, output}"
+    "{text}, {messages: [{role, content}]}, {conversations: [{from, value}]}, {prompt, completion}, "
+    "{instruction, input, output} or {input_ids, labels}"
 )
-
-METADATA_KEYS = frozenset(
-    {"id", "idx", "index", "uuid", "hash", "source", "dataset", "split", "category", "topic", "title", "url"}
-    | {"language", "lang", "tags", "license", "author", "model", "timestamp", "metadata", "meta"}
-)
-
-
-class Turn(NamedTuple):
-    """One turn; `role` is system, user, assistant or tool."""
-
-    role: str
-    content: str
+IGNORED_LABEL = -100  # of transformers' loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +47,15 @@ class PlainText:
     """Text to learn as it stands."""
 
     text: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns to render with the chat template; the assistant's are learned."""
+    """Turns to render with the chat template; the assistant's are learned. `tools` are JSON schemas of functions."""
 
     turns: tuple[Turn, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +64,7 @@ class Completion:
 
     prompt: str
     completion: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +74,49 @@ class Instruction:
     instruction: str
     input: str
     output: str
+    weight: float = 1.0
 
 
-Form = PlainText | Conversation | Completion | Instruction
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Tokens that another program made: ids int32[n], and the weight of each in the loss float32[n]."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+Form = PlainText | Conversation | Completion | Instruction | TokenRow
 
 
 def interpret(row: SourceRow) -> Form:
     """Recognises the shape of a row.
 
     Raises:
-        UserError: no shape or more than one fits, a value is not text, or a role is unknown.
+        UserError: no shape or more than one fits, a value is not of its kind, or a role is unknown.
     """
     value, location = row
-    match _shape(value, location):
+    shape = _shape(value, location)
+    weight = read_weight(value.get("weight"), location, "weight")
+    match shape:
         case "text":
-            return PlainText(_text(value["text"], location, "text"))
+            return PlainText(read_text(value["text"], location, "text"), weight)
         case "completion":
-            return Completion(*(_text(value[key], location, key) for key in ("prompt", "completion")))
+            prompt, completion = (read_text(value[key], location, key) for key in ("prompt", "completion"))
+            return Completion(prompt, completion, weight)
         case "instruction":
             given = {"input": "", **{key: item for key, item in value.items() if item is not None}}
-            return Instruction(*(_text(given.get(key), location, key) for key in ("instruction", "input", "output")))
+            instruction, request, output = (
+                read_text(given.get(key), location, key) for key in ("instruction", "input", "output")
+            )
+            return Instruction(instruction, request, output, weight)
+        case "tokens":
+            return _token_row(value, location, weight)
         case key:
-            return _conversation(value, key, location)
+            return _conversation(value, key, location, weight)
 
 
 def _shape(value: dict[str, Any], location: Location) -> str:
-    keys = value.keys() - METADATA_KEYS
+    keys = value.keys() - METADATA_KEYS - {"weight"}
     given = {key for key in keys if value[key] is not None}
     fitting = [
         name for name, (required, optional) in SHAPES.items() if required <= keys and given <= required | optional
@@ -126,56 +130,55 @@ def _shape(value: dict[str, Any], location: Location) -> str:
     )
 
 
-def _conversation(value: dict[str, Any], key: str, location: Location) -> Conversation:
+def _conversation(value: dict[str, Any], key: str, location: Location, weight: float) -> Conversation:
     entries = value[key]
     if not isinstance(entries, list):
         raise UserError(f"{location}, field {key}: expected a list of turns, found {describe(entries)}")
     if not entries:
         raise UserError(f"{location}, field {key}: expected at least one turn, found an empty list")
-    turns = [_turn(entry, location, f"{key}[{index}]") for index, entry in enumerate(entries)]
+    turns = [read_turn(entry, location, f"{key}[{index}]") for index, entry in enumerate(entries)]
+    turns = [replace(turn, weight=turn.weight * weight) for turn in turns]
     system = value.get("system")
-    if system is not None and _text(system, location, "system"):
+    if system is not None and read_text(system, location, "system"):
         if turns[0].role == "system":
             raise UserError(f"{location}: expected one system text, found both the key system and a first system turn")
-        turns.insert(0, Turn("system", _text(system, location, "system")))
-    return Conversation(tuple(turns))
+        turns.insert(0, Turn("system", system))
+    return Conversation(tuple(turns), read_tools(value.get("tools"), location))
 
 
-def _turn(entry: Any, location: Location, field: str) -> Turn:
-    if not isinstance(entry, dict):
-        raise UserError(f"{location}, field {field}: expected a turn, an object, found {describe(entry)}")
-    given = {key for key, item in entry.items() if item is not None} - METADATA_KEYS
-    for role_key, content_key in (("role", "content"), ("from", "value")):
-        if role_key in given and given <= {role_key, content_key}:
-            role = _text(entry[role_key], location, f"{field}.{role_key}")
-            content = _content(entry.get(content_key), location, f"{field}.{content_key}")
-            break
-    else:
-        found = ", ".join(entry) or "none"
-        raise UserError(
-            f"{location}, field {field}: expected the keys role and content, or from and value, found {found}"
-        )
-    if role not in ROLES:
-        known = ", ".join(ROLES)
-        raise UserError(f"{location}, field {field}.{role_key}: expected one of {known}, found {role!r}")
-    return Turn(ROLES[role], content)
+def _token_row(value: dict[str, Any], location: Location, weight: float) -> TokenRow:
+    """Reads tokens; those that `labels` ignores (-100) or `weights` gives 0 are not supervised."""
+    tokens = _numbers(value["input_ids"], location, "input_ids", None)
+    weights = np.full(len(tokens), weight, np.float32)
+    if (labels := value.get("labels")) is not None:
+        labels = _numbers(labels, location, "labels", len(tokens))
+        ignored = labels == IGNORED_LABEL
+        if wrong := np.flatnonzero(~ignored & (labels != tokens)).tolist():
+            raise UserError(
+                f"{location}, field labels[{wrong[0]}]: expected {tokens[wrong[0]]}, as in input_ids, or "
+                f"{IGNORED_LABEL}, found {labels[wrong[0]]}; labels are not shifted"
+            )
+        weights[ignored] = 0
+    if (given := value.get("weights")) is not None:
+        weights *= _numbers(given, location, "weights", len(tokens), whole=False)
+    if (mask := value.get("attention_mask")) is not None:
+        real = _numbers(mask, location, "attention_mask", len(tokens)) != 0
+        kept = np.flatnonzero(real)
+        if len(kept) and not real[kept[0] : kept[-1] + 1].all():
+            raise UserError(f"{location}, field attention_mask: expected zeros at the ends alone, found some between")
+        tokens, weights = tokens[real], weights[real]
+    return TokenRow(tokens.astype(np.int32), weights)
 
 
-def _content(value: Any, location: Location, field: str) -> str:
-    """A turn's text: a string, or a list of text parts, which are joined."""
+def _numbers(value: Any, location: Location, field: str, count: int | None, whole: bool = True) -> np.ndarray:
+    """A list of `count` numbers: int64, or with `whole` false float32 that are not below 0."""
     if not isinstance(value, list):
-        return _text(value, location, field)
-    texts = []
-    for index, part in enumerate(value):
-        given = {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else {}
-        if given.keys() != {"type", "text"} or given["type"] != "text":
-            kind = f"a part of type {given['type']!r}" if "type" in given else describe(part)
-            raise UserError(f"{location}, field {field}[{index}]: expected a part of type 'text', found {kind}")
-        texts.append(_text(given["text"], location, f"{field}[{index}].text"))
-    return "".join(texts)
-
-
-def _text(value: Any, location: Location, field: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{location}, field {field}: expected a string, found {describe(value)}")
-    return value
+        raise UserError(f"{location}, field {field}: expected a list of numbers, found {describe(value)}")
+    if count is not None and len(value) != count:
+        raise UserError(f"{location}, field {field}: expected {count} numbers, one a token, found {len(value)}")
+    for index, item in enumerate(value):
+        if whole and (type(item) is not int or not -(2**31) <= item < 2**31):
+            raise UserError(f"{location}, field {field}[{index}]: expected a whole number, found {describe(item)}")
+        if not whole:
+            read_weight(item, location, f"{field}[{index}]")
+    return np.asarray(value, np.int64 if whole else np.float32)

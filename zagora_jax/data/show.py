@@ -89,7 +89,7 @@ def _show_sequence(
     console.rule(Text(f"sequence {number}: {tokens:,} of {width:,} tokens"), align="left")
     for example in examples:
         parts = list(pieces(example, tokenizer))
-        supervised = int(np.count_nonzero(example.supervised))
+        supervised = int(np.count_nonzero(example.weights))
         title = f"{example.location}: {len(example.tokens):,} tokens, {supervised:,} supervised"
         console.print(Text(title, "bold"), soft_wrap=True)
         console.print(coloured(parts) if console.is_terminal else bracketed(parts), soft_wrap=True)

@@ -1,150 +1,132 @@
-"""From data files to tokenised rows, with an account of what was read, cut and left out."""
+"""From sources of rows to tokenised rows, with an account of what was read, cut and left out."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from zagora_jax.data.chat import Rendered, render
-from zagora_jax.data.examples import Example, Examples
+from zagora_jax.data.examples import Example, Examples, ExamplesWriter
+from zagora_jax.data.files import read_rows
+from zagora_jax.data.locate import locate_all
 from zagora_jax.data.masks import Encoder
-from zagora_jax.data.rows import Conversation, interpret
-from zagora_jax.data.sources import Location, read_rows
+from zagora_jax.data.rows import Conversation, Form, TokenRow, interpret
+from zagora_jax.data.sources import Location
+from zagora_jax.data.statistics import SourceStatistics, Statistics
 from zagora_jax.errors import UserError
 
 # Rows are tokenised this many together, or fewer when they are long.
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 2_000_000
 
-LOCATIONS_KEPT = 5
 
-
-@dataclass
-class Tally:
-    """A count of rows, with the places of the first few."""
-
-    count: int = 0
-    first: list[Location] = field(default_factory=list)
-
-    def add(self, location: Location) -> None:
-        """Counts a row."""
-        self.count += 1
-        if len(self.first) < LOCATIONS_KEPT:
-            self.first.append(location)
-
-    def __str__(self) -> str:
-        places = "; ".join(map(str, self.first))
-        return f"{self.count:,} ({places}{'; ...' if self.count > len(self.first) else ''})"
-
-
-@dataclass
-class Statistics:
-    """What became of the rows that were read.
+@dataclass(frozen=True)
+class Preparation:
+    """What rows are made into.
 
     Attributes:
-        rows: rows read.
-        kept: rows that are trained on.
-        tokens: tokens of the kept rows.
-        supervised_tokens: those of them that the model learns to write.
-        longest: tokens of the longest kept row.
-        truncated: kept rows that were cut off at the sequence length.
-        cut_away: rows left out since all supervised tokens stood past the sequence length.
-        unsupervised: rows left out since they have no supervised token: empty, or without an assistant turn.
-        ends_with_user: conversations whose last turn is not the assistant's; that turn teaches nothing.
+        sequence_length: tokens of a row at most.
+        long_rows: what becomes of a longer one: cut off at its end, refused, or (plain text alone; others are cut)
+            split in parts.
+        overlap: tokens that a part repeats of the one before it, for context: they are supervised there alone.
+        max_left_out: the largest share of rows that may have no supervised token.
+        first_rows: rows read of each source at most; None: all.
     """
 
-    rows: int = 0
-    kept: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    longest: int = 0
-    truncated: Tally = field(default_factory=Tally)
-    cut_away: Tally = field(default_factory=Tally)
-    unsupervised: Tally = field(default_factory=Tally)
-    ends_with_user: Tally = field(default_factory=Tally)
-
-    def __str__(self) -> str:
-        """A line for the numbers, and one for each kind of row that deserves a look."""
-        share = self.supervised_tokens / self.tokens if self.tokens else 0.0
-        notes = {
-            "cut off at the sequence length": self.truncated,
-            "left out, all supervised tokens past the sequence length": self.cut_away,
-            "left out, no supervised token": self.unsupervised,
-            "with a last turn that is not the assistant's, and not supervised": self.ends_with_user,
-        }
-        return "\n".join(
-            [
-                f"{self.kept:,} of {self.rows:,} rows, {self.tokens:,} tokens, longest row {self.longest:,}, "
-                f"{self.supervised_tokens:,} supervised ({share:.1%})",
-                *(f"rows {what}: {tally}" for what, tally in notes.items() if tally.count),
-            ]
-        )
+    sequence_length: int
+    long_rows: Literal["cut", "split", "refuse"] = "cut"
+    overlap: int = 1
+    max_left_out: float = 1.0
+    first_rows: int | None = None
 
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Rows ready for batches, and the account of how they came about."""
+    """Rows ready for batches, and the account of how they came about; of `sources`, each gave the rows in its range."""
 
     examples: Examples
     statistics: Statistics
+    sources: tuple[range, ...]
 
 
 def tokenize_rows(
-    files: Sequence[str | Path],
+    sources: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
-    sequence_length: int,
+    preparation: Preparation,
+    wanted: Callable[[Form], bool] = lambda form: True,
+    passes: Sequence[float] | None = None,
 ) -> TokenizedData:
-    """Reads, renders and tokenises all rows of `files`.
+    """Reads, renders and tokenises all rows of `sources`.
 
-    A row longer than `sequence_length` tokens is cut off at its end; a row that keeps no supervised token is left out.
-    Both are counted, with the places of the first ones.
+    A row that keeps no supervised token is left out and counted, with the places of the first ones.
 
     Args:
-        files: data files, read in this order.
+        sources: as `locate` takes them, read in this order.
         tokenizer: of the base model; it must be a fast one.
-        sequence_length: tokens of a row at most.
+        preparation: what becomes of the rows.
+        wanted: tells whether a row belongs to the part of the data that is meant.
+        passes: how often an epoch goes through each source, for the account.
 
     Raises:
-        UserError: a row is wrong, or no row is left to train on.
+        UserError: a row is wrong, too many are left out, or none is left.
     """
+    located = locate_all([str(source) for source in sources])
     statistics = Statistics()
-    encoder = Encoder(tokenizer, sequence_length)
-    parts: list[Examples] = []
-    rendered = chain.from_iterable(_rendered(file, tokenizer, statistics) for file in files)
-    for chunk in _chunks(rendered):
-        rows, locations = zip(*chunk, strict=True)
-        encoded = zip(encoder.encode(rows, locations), locations, strict=True)
-        kept = _keep((Example(*row, location) for row, location in encoded), sequence_length, statistics)
-        parts.append(Examples.of(kept))
-    examples = Examples.concatenate(parts)
-    if not len(examples):
-        raise UserError(f"{', '.join(map(str, files))}: no row is left to train on\n{statistics}")
-    statistics.kept = len(examples)
-    statistics.tokens = len(examples.tokens)
-    statistics.supervised_tokens = int(examples.supervised.sum())
-    statistics.longest = int(examples.lengths.max())
-    return TokenizedData(examples, statistics)
+    encoder = Encoder(tokenizer, preparation.sequence_length, whole=preparation.long_rows == "split")
+    ranges = []
+    with ExamplesWriter() as writer:
+        for number, (name, files) in enumerate(located):
+            first_row, first_token = len(writer), writer.tokens
+            rendered = _rendered(files, tokenizer, statistics, preparation.first_rows, wanted)
+            for chunk in _chunks(rendered):
+                rows, locations = zip(*chunk, strict=True)
+                encoded = encoder.encode(rows, locations)
+                for row, pair, location in zip(rows, encoded, locations, strict=True):
+                    for example in _prepare(row, Example(*pair, location), preparation, statistics):
+                        _count(example, statistics)
+                        writer.add(example)
+            ranges.append(range(first_row, len(writer)))
+            weight = 1.0 if passes is None else passes[number]
+            kept = SourceStatistics(name, len(files), len(ranges[-1]), writer.tokens - first_token, weight)
+            statistics.sources.append(kept)
+        examples = writer.finish()
+    _require_rows(", ".join(map(str, sources)), statistics, preparation.max_left_out)
+    return TokenizedData(examples, statistics, tuple(ranges))
 
 
 def _rendered(
-    file: str | Path, tokenizer: PreTrainedTokenizerBase, statistics: Statistics
-) -> Iterator[tuple[Rendered, Location]]:
-    for row in read_rows(file):
+    files: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    statistics: Statistics,
+    first_rows: int | None,
+    wanted: Callable[[Form], bool],
+) -> Iterator[tuple[Rendered | TokenRow, Location]]:
+    rows = (row for file in files for row in read_rows(file))
+    for row in islice(rows, first_rows):
         form = interpret(row)
+        if not wanted(form):
+            statistics.other_part += 1
+            continue
         statistics.rows += 1
         if isinstance(form, Conversation) and form.turns[-1].role != "assistant":
             statistics.ends_with_user.add(row.location)
-        yield render(form, tokenizer, row.location), row.location
+        yield form if isinstance(form, TokenRow) else render(form, tokenizer, row.location), row.location
+    if first_rows is not None and next(rows, None) is not None:
+        statistics.complete = False
 
 
-def _chunks(rows: Iterable[tuple[Rendered, Location]]) -> Iterator[list[tuple[Rendered, Location]]]:
-    chunk: list[tuple[Rendered, Location]] = []
+def _chunks(
+    rows: Iterable[tuple[Rendered | TokenRow, Location]],
+) -> Iterator[list[tuple[Rendered | TokenRow, Location]]]:
+    chunk: list[tuple[Rendered | TokenRow, Location]] = []
     characters = 0
     for row in rows:
         chunk.append(row)
-        characters += len(row[0].text)
+        characters += len(row[0].tokens if isinstance(row[0], TokenRow) else row[0].text)
         if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
@@ -152,13 +134,66 @@ def _chunks(rows: Iterable[tuple[Rendered, Location]]) -> Iterator[list[tuple[Re
         yield chunk
 
 
-def _keep(rows: Iterable[Example], sequence_length: int, statistics: Statistics) -> Iterator[Example]:
-    for tokens, supervised, location in rows:
-        if not supervised.any():
-            statistics.unsupervised.add(location)
-        elif not supervised[:sequence_length].any():
-            statistics.cut_away.add(location)
-        else:
-            if len(tokens) > sequence_length:
-                statistics.truncated.add(location)
-            yield Example(tokens[:sequence_length], supervised[:sequence_length], location)
+def _prepare(
+    row: Rendered | TokenRow, example: Example, preparation: Preparation, statistics: Statistics
+) -> Iterator[Example]:
+    """What is trained on of a row: all of it, its beginning, its parts or nothing."""
+    tokens, weights, location = example
+    length = preparation.sequence_length
+    if not weights.any():
+        statistics.unsupervised.add(location)
+    elif len(tokens) <= length:
+        yield example
+    elif preparation.long_rows == "refuse":
+        raise UserError(
+            f"{location}: has {len(tokens):,} tokens, more than sequence_length {length:,}, and long_rows is refuse; "
+            "cut the row, or give --long-rows cut or split"
+        )
+    elif preparation.long_rows == "split" and _is_plain(row, weights):
+        statistics.split.add(location)
+        yield from _parts(example, length, preparation.overlap)
+    elif not weights[:length].any():
+        statistics.cut_away.add(location)
+    else:
+        statistics.truncated.add(location)
+        yield Example(tokens[:length], weights[:length], location)
+
+
+def _is_plain(row: Rendered | TokenRow, weights: np.ndarray) -> bool:
+    """Whether a row is text that is learned from its beginning on, so that any part of it can stand alone."""
+    if isinstance(row, TokenRow):
+        return bool(weights[1:].all())
+    return not row.chat and bool(row.spans) and row.spans[0].start == 0
+
+
+def _parts(example: Example, length: int, overlap: int) -> Iterator[Example]:
+    """Parts of a long row, in which each of its supervised tokens is supervised once."""
+    tokens, weights, location = example
+    for start in range(0, len(tokens) - overlap, length - overlap):
+        part = weights[start : start + length].copy()
+        if start:
+            part[:overlap] = 0
+        if part.any():
+            yield Example(tokens[start : start + length], part, location)
+
+
+def _count(example: Example, statistics: Statistics) -> None:
+    statistics.kept += 1
+    statistics.tokens += len(example.tokens)
+    statistics.supervised_tokens += int(np.count_nonzero(example.weights))
+    statistics.weight += float(example.weights.sum(dtype=np.float64))
+    statistics.longest = max(statistics.longest, len(example.tokens))
+
+
+def _require_rows(sources: str, statistics: Statistics, max_left_out: float) -> None:
+    if not statistics.rows and statistics.other_part:
+        raise UserError(f"{sources}: eval_fraction leaves none of the {statistics.other_part:,} rows for this part")
+    if not statistics.kept:
+        raise UserError(f"{sources}: no row is left to train on\n{statistics}")
+    share = statistics.left_out / statistics.rows
+    if share > max_left_out:
+        raise UserError(
+            f"{sources}: {statistics.left_out:,} of {statistics.rows:,} rows ({share:.1%}) have no supervised token "
+            f"within the sequence length, more than max_left_out ({max_left_out:.1%}). Look at them with the command "
+            f"preview; if they are to be left out, raise --max-left-out\n{statistics}"
+        )

@@ -8,7 +8,7 @@ import numpy as np
 from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import ConfigureConfig, TrainConfig
 from zagora_jax.data.batches import Batches
-from zagora_jax.data.tokenize import tokenize_rows
+from zagora_jax.data.tokenize import Preparation, tokenize_rows
 from zagora_jax.errors import UserError
 from zagora_jax.planning.candidates import replicas_of
 from zagora_jax.planning.evaluate import Evaluated, Evaluator, Say
@@ -124,7 +124,7 @@ def _count_rows(config: ConfigureConfig, model: PlannedModel) -> Rows:
             f"--data: counting tokens needs the tokenizer that comes with weights; give the folder of {model.name} "
             "with --model"
         )
-    examples = tokenize_rows(config.data, model.base.tokenizer(), config.sequence_length).examples
+    examples = tokenize_rows(config.data, model.base.tokenizer(), Preparation(config.sequence_length)).examples
     batches = Batches(examples, sequence_length=config.sequence_length, packing=config.packing, micro_batch_size=1)
     return Rows(len(examples), int(np.sum(examples.lengths)), batches.width, batches.sequences_per_epoch())
 

@@ -4,7 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from zagora_jax.data.batches import Batches
+from zagora_jax.data.batches import Batches, Share
 from zagora_jax.data.examples import Example, Examples
 from zagora_jax.data.sources import Location
 from zagora_jax.errors import UserError
@@ -40,8 +40,8 @@ def rows_in(batch) -> list[tuple[list[int], list[int], list[float]]]:
 
 
 def expected_row(examples, row):
-    tokens, supervised, _ = examples[row]
-    return tokens.tolist(), [*tokens[1:].tolist(), 0], [*supervised[1:].astype(float).tolist(), 0.0]
+    tokens, weights, _ = examples[row]
+    return tokens.tolist(), [*tokens[1:].tolist(), 0], [*weights[1:].tolist(), 0.0]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -72,7 +72,7 @@ def test_supervised_targets_are_counted_after_the_shift():
 
 def test_weights_sum_to_the_supervised_tokens_for_any_split():
     examples = make_examples(50)
-    total = int(examples.supervised.sum())
+    total = examples.supervised_tokens
     for packing in (False, True):
         for rows, accumulation in ((1, 1), (4, 4), (3, 7)):
             batches = Batches(
@@ -142,6 +142,7 @@ def test_state_of_other_data_or_options_is_refused():
         ({"micro_batch_size": 1}, "shape"),
         ({"packing": True}, "packing"),
         ({"shuffle": False}, "shuffle"),
+        ({"mixture": [Share(range(8), 2.0)]}, r"mixture \(None before, \[\[8, 2.0\]\] now\)"),
     ):
         with pytest.raises(UserError, match=named):
             batches(**changes).from_step(0, 4).set_state(state)
@@ -196,11 +197,57 @@ def test_fingerprint_changes_with_tokens_masks_and_borders():
     assert len({reference, *(fingerprint(*rows) for rows in others)}) == 4
 
 
-def test_examples_joined_in_parts():
-    whole = make_examples(9)
-    parts = Examples.concatenate([Examples.of(whole[:4]), Examples.of([]), Examples.of(whole[4:])])
-    assert parts.fingerprint == whole.fingerprint
-    assert list(parts.locations) == list(whole.locations)
-    assert whole[-1].location.number == 9
-    with pytest.raises(IndexError):
-        whole[9]
+MIXTURE = [Share(range(5), 2.0), Share(range(5, 15), 0.3), Share(range(15, 20), 1.0)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_mixture_goes_through_each_source_as_often_as_it_says(packing):
+    examples = make_examples(20)
+    batches = Batches(examples, sequence_length=40, packing=packing, micro_batch_size=2, seed=4, mixture=MIXTURE)
+    fractions: Counter[int] = Counter()
+    for epoch in range(10):
+        seen = Counter(tokens[0] for batch in batches.epoch(epoch) for tokens, _, _ in rows_in(batch))
+        assert all(seen[row] == 2 for row in range(5))
+        assert all(seen[row] == 1 for row in range(15, 20))
+        part = {row: count for row, count in seen.items() if 5 <= row < 15}
+        assert set(part.values()) == {1}
+        assert len(part) == 3
+        fractions.update(part)
+    # 0.3 of ten rows, ten times: every row has had its turn three times, before any has a fourth
+    assert fractions == Counter(dict.fromkeys(range(5, 15), 3))
+
+
+def test_a_mixture_is_resumed_where_it_stood():
+    examples = make_examples(20)
+
+    def make():
+        return Batches(examples, sequence_length=40, packing=True, micro_batch_size=2, seed=4, mixture=MIXTURE)
+
+    total = make().total_steps(4)
+    unbroken = list(make().from_step(0, total))
+    iterator = make().from_step(0, total)
+    for _ in range(total // 2):
+        next(iterator)
+    resumed = make().from_step(0, total)
+    resumed.set_state(json.loads(json.dumps(iterator.get_state())))
+    rest = list(resumed)
+    assert len(rest) == total - total // 2
+    for ours, theirs in zip(rest, unbroken[total // 2 :], strict=True):
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
+
+
+def test_once_through_everything_is_no_mixture():
+    examples = make_examples(8)
+    plain, once = (
+        Batches(examples, sequence_length=32, packing=False, micro_batch_size=2, mixture=mixture)
+        for mixture in ([], [Share(range(3), 1.0), Share(range(3, 8), 1.0)])
+    )
+    assert plain.identity() == once.identity()
+    assert [rows.tolist() for rows in plain.rows_of_step(1)] == [rows.tolist() for rows in once.rows_of_step(1)]
+
+
+def test_weights_reach_their_targets():
+    example = Example(np.arange(5, dtype=np.int32), np.array([0, 0, 0.5, 2, 0], np.float32), Location("a", 1))
+    batch = Batches(Examples.of([example]), sequence_length=8, packing=False, micro_batch_size=1).at(0)
+    assert batch.weights[0, 0, :5].tolist() == [0, 0.5, 2, 0, 0]
+    assert batch.targets[0, 0, 1:3].tolist() == [2, 3]

@@ -1,9 +1,10 @@
 import chat_tokenizers as kinds
 import pytest
 
-from zagora_jax.data.chat import Rendered, render
-from zagora_jax.data.rows import Completion, Conversation, Instruction, PlainText, Turn
+from zagora_jax.data.chat import Rendered, Span, render
+from zagora_jax.data.rows import Completion, Conversation, Instruction, PlainText
 from zagora_jax.data.sources import Location
+from zagora_jax.data.turns import Turn
 from zagora_jax.errors import UserError
 
 HERE = Location("train.jsonl", 7)
@@ -27,7 +28,7 @@ def with_template(tokenizer, template):
 
 
 def learned(rendered: Rendered) -> list[str]:
-    return [rendered.text[start:end] for start, end in rendered.spans]
+    return [rendered.text[span.start : span.end] for span in rendered.spans]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def learned(rendered: Rendered) -> list[str]:
 )
 def test_answers_are_found_with_and_without_marks(tokenizer, template):
     rendered = render(Conversation(TURNS), with_template(tokenizer, template), HERE)
-    messages = [turn._asdict() for turn in TURNS]
+    messages = [turn.message() for turn in TURNS]
     assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
     assert learned(rendered) == ["Hello", "I"]
     assert rendered.spans[1][0] == rendered.text.rindex("I<|im_end|>")
@@ -47,7 +48,7 @@ def test_answers_that_look_like_the_template(tokenizer, answer):
         turns = (Turn("user", "Hi"), Turn("assistant", answer), Turn("user", "Hi"), Turn("assistant", answer))
         rendered = render(Conversation(turns), with_template(tokenizer, template), HERE)
         assert [text.strip() for text in learned(rendered)] == [answer.strip()] * 2
-        assert [start for start, _ in rendered.spans] == [
+        assert [span.start for span in rendered.spans] == [
             len(before) for before in ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
             f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
         ]  # fmt: skip
@@ -129,11 +130,62 @@ def test_forms_with_a_chat_template(tokenizer):
 
 def test_forms_without_a_chat_template(tokenizer):
     with_template(tokenizer, None)
-    assert render(Completion("2+2=", "4"), tokenizer, HERE) == Rendered("2+2=4", ((4, 5),), chat=False)
-    assert render(PlainText("abc"), tokenizer, HERE) == Rendered("abc", ((0, 3),), chat=False)
+    assert render(Completion("2+2=", "4"), tokenizer, HERE) == Rendered("2+2=4", (Span(4, 5),), chat=False)
+    assert render(PlainText("abc"), tokenizer, HERE) == Rendered("abc", (Span(0, 3),), chat=False)
     rendered = render(Instruction("Add.", "2 2", "four"), tokenizer, HERE)
     assert rendered.text.endswith("### Instruction:\nAdd.\n\n### Input:\n2 2\n\n### Response:\nfour")
     assert learned(rendered) == ["four"]
     assert "### Input" not in render(Instruction("Add.", "", "four"), tokenizer, HERE).text
     with pytest.raises(UserError, match="line 7: a row of turns needs a chat template, and tiny-byte-level has no"):
         render(Conversation(TURNS), tokenizer, HERE)
+
+
+CALLS = {"tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Sofia"}}}]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+WITH_TOOLS = (
+    Turn("user", "How warm is it?"),
+    Turn("assistant", "Let me look.", extra=CALLS),
+    Turn("tool", "21", extra={"name": "weather"}),
+    Turn("assistant", "It is 21."),
+    Turn("user", "And now?"),
+    Turn("assistant", "", extra=CALLS),
+)
+
+
+def test_calls_of_tools_are_learned_as_the_template_lays_them_out(tokenizer):
+    rendered = render(Conversation(WITH_TOOLS, (TOOL,)), with_template(tokenizer, kinds.TOOLS), HERE)
+    messages = [turn.message() for turn in WITH_TOOLS]
+    assert rendered.text == tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Sofia"}}\n</tool_call>'
+    assert learned(rendered) == ["Let me look.\n" + call, "It is 21.", call]
+    assert "<|im_start|>system\n{" in rendered.text
+    assert [rendered.text[span.end :].startswith("<|im_end|>") for span in rendered.spans] == [True] * 3
+
+
+def test_a_template_that_lays_tools_out_elsewhere_is_refused(tokenizer):
+    late = kinds.TOOLS + "{{ messages | length }}"  # what was rendered so far is no beginning of the whole
+    with pytest.raises(UserError, match=r"does not render turn 2 \(assistant\) as it was written"):
+        render(Conversation(WITH_TOOLS, (TOOL,)), with_template(tokenizer, late), HERE)
+
+
+def test_a_turn_without_weight_is_not_learned(tokenizer):
+    turns = (Turn("user", "Hi"), Turn("assistant", "Hello", 0.0), Turn("user", "Who?"), Turn("assistant", "I", 0.25))
+    for template in (kinds.CHATML, kinds.CHATML_MARKED, kinds.CHATML_WITHOUT_PROMPT):
+        rendered = render(Conversation(turns), with_template(tokenizer, template), HERE)
+        assert learned(rendered) == ["I"]
+        assert rendered.spans[0].weight == 0.25
+
+
+def test_earlier_reasoning_that_is_dropped_does_no_harm_without_weight(tokenizer):
+    reasoned = "<think>\nWell.\n</think>\n\nI"
+    turns = (Turn("user", "Hi"), Turn("assistant", reasoned, 0.0), Turn("user", "Who?"), Turn("assistant", "I"))
+    assert learned(render(Conversation(turns), with_template(tokenizer, kinds.QWEN3), HERE)) == ["I"]
+
+
+def test_weights_of_rows_without_turns(tokenizer):
+    with_template(tokenizer, None)
+    assert render(PlainText("abc", 0.5), tokenizer, HERE).spans == (Span(0, 3, 0.5),)
+    assert render(Completion("a", "b", 2.0), tokenizer, HERE).spans == (Span(1, 2, 2.0),)
+    assert render(PlainText("abc", 0.0), tokenizer, HERE).spans == ()
+    rendered = render(Completion("a", "b", 2.0), with_template(tokenizer, kinds.CHATML), HERE)
+    assert [span.weight for span in rendered.spans] == [2.0]

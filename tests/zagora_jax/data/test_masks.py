@@ -4,8 +4,9 @@ import pytest
 
 from zagora_jax.data.chat import render
 from zagora_jax.data.masks import Encoder
-from zagora_jax.data.rows import Completion, Conversation, PlainText, Turn
+from zagora_jax.data.rows import Completion, Conversation, PlainText, TokenRow
 from zagora_jax.data.sources import Location
+from zagora_jax.data.turns import Turn
 from zagora_jax.errors import UserError
 
 HERE = Location("train.jsonl", 7)
@@ -18,10 +19,11 @@ TURNS = (
 
 
 def encode(form, tokenizer, sequence_length=512):
-    [(tokens, supervised)] = Encoder(tokenizer, sequence_length).encode([render(form, tokenizer, HERE)], [HERE])
+    [(tokens, weights)] = Encoder(tokenizer, sequence_length).encode([render(form, tokenizer, HERE)], [HERE])
     assert tokens.dtype == np.int32
-    assert supervised.dtype == bool
-    return tokens, supervised
+    assert weights.dtype == np.float32
+    assert set(weights.tolist()) <= {0, 1}
+    return tokens, weights > 0
 
 
 def runs(tokenizer, tokens, supervised) -> list[str]:
@@ -35,7 +37,7 @@ def runs(tokenizer, tokens, supervised) -> list[str]:
 def test_answers_and_their_end_tokens_are_supervised(template, trim_offsets):
     tokenizer = kinds.byte_level(template, trim_offsets=trim_offsets)
     tokens, supervised = encode(Conversation(TURNS), tokenizer)
-    reference = tokenizer.apply_chat_template([turn._asdict() for turn in TURNS])["input_ids"]
+    reference = tokenizer.apply_chat_template([turn.message() for turn in TURNS])["input_ids"]
     assert tokens.tolist() == reference
     assert runs(tokenizer, tokens, supervised) == ["Sofia, é 😀.<|im_end|>", "  Hello\n<|im_end|>"]
 
@@ -44,7 +46,7 @@ def test_mask_equals_that_of_transformers_where_the_template_has_marks():
     tokenizer = kinds.byte_level(kinds.CHATML_MARKED)
     _, supervised = encode(Conversation(TURNS), tokenizer)
     reference = tokenizer.apply_chat_template(
-        [turn._asdict() for turn in TURNS], return_assistant_tokens_mask=True, return_dict=True
+        [turn.message() for turn in TURNS], return_assistant_tokens_mask=True, return_dict=True
     )
     assert sum(reference["assistant_masks"]) > 0
     assert supervised.astype(int).tolist() == reference["assistant_masks"]
@@ -56,7 +58,7 @@ def test_llama_3_has_one_bos_though_template_and_tokenizer_write_one():
     tokenizer = kinds.llama3()
     turns = (Turn("user", "Hi"), Turn("assistant", "Hello"))
     tokens, supervised = encode(Conversation(turns), tokenizer)
-    assert tokens.tolist() == tokenizer.apply_chat_template([turn._asdict() for turn in turns])["input_ids"]
+    assert tokens.tolist() == tokenizer.apply_chat_template([turn.message() for turn in turns])["input_ids"]
     assert (tokens == tokenizer.bos_token_id).sum() == 1
     assert runs(tokenizer, tokens, supervised) == ["Hello<|eot_id|>"]
 
@@ -123,10 +125,10 @@ def test_very_long_rows_are_encoded_as_far_as_they_can_be_used():
     tokenizer = kinds.byte_level()
     turns = (Turn("user", "Hi"), Turn("assistant", "word " * 200_000))
     tokens, supervised = encode(Conversation(turns), tokenizer, sequence_length=64)
-    whole = tokenizer.apply_chat_template([turn._asdict() for turn in turns])["input_ids"]
+    whole = tokenizer.apply_chat_template([turn.message() for turn in turns])["input_ids"]
     assert 64 <= len(tokens) < 20_000
     assert tokens[:64].tolist() == whole[:64]
-    prompt = tokenizer.apply_chat_template([turns[0]._asdict()], add_generation_prompt=True)["input_ids"]
+    prompt = tokenizer.apply_chat_template([turns[0].message()], add_generation_prompt=True)["input_ids"]
     assert np.flatnonzero(supervised)[0] == len(prompt)
     assert supervised[len(prompt) :].all()
 
@@ -137,6 +139,37 @@ def test_smollm2_whose_pad_is_its_eos(smollm2):
     tokenizer = load_tokenizer(open_checkpoint(str(smollm2)))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     tokens, supervised = encode(Conversation(TURNS), tokenizer)
-    assert tokens.tolist() == tokenizer.apply_chat_template([turn._asdict() for turn in TURNS])["input_ids"]
+    assert tokens.tolist() == tokenizer.apply_chat_template([turn.message() for turn in TURNS])["input_ids"]
     # Header and second answer meet in the token "\n ", which a prompt cannot end with: it is left to the header.
     assert runs(tokenizer, tokens, supervised) == ["Sofia, é 😀.<|im_end|>", " Hello\n<|im_end|>"]
+
+
+def test_weights_cover_the_answer_and_its_end_token():
+    tokenizer = kinds.byte_level()
+    turns = (Turn("user", "Hi"), Turn("assistant", "Hello", 0.25), Turn("user", "Hi"), Turn("assistant", "Bye", 2.0))
+    [(tokens, weights)] = Encoder(tokenizer, 512).encode([render(Conversation(turns), tokenizer, HERE)], [HERE])
+    assert runs(tokenizer, tokens, weights == 0.25) == ["Hello<|im_end|>"]
+    assert runs(tokenizer, tokens, weights == 2) == ["Bye<|im_end|>"]
+    assert set(weights.tolist()) == {0, 0.25, 2}
+    tokenizer.chat_template = None
+    for form in (PlainText("abc", 0.5), Completion("a", "bc", 0.5)):
+        [(tokens, weights)] = Encoder(tokenizer, 512).encode([render(form, tokenizer, HERE)], [HERE])
+        assert weights[-1] == 0.5  # the end token's
+        assert tokens[-1] == tokenizer.eos_token_id
+
+
+def test_rows_of_tokens_are_taken_as_they_are():
+    tokenizer = kinds.byte_level()
+    row = TokenRow(np.array([5, 6, 7], np.int32), np.array([1, 0.5, 0], np.float32))
+    text = render(PlainText("abc"), tokenizer, HERE)
+    encoder = Encoder(tokenizer, 512)
+    (first, (tokens, weights), last) = encoder.encode([text, row, text], [HERE] * 3)
+    assert tokens.tolist() == [5, 6, 7]
+    assert weights.tolist() == [0, 0.5, 0]  # nothing stands before the first
+    assert first[0].tolist() == last[0].tolist()
+    for wrong in (-1, len(tokenizer)):
+        row = TokenRow(np.array([5, wrong], np.int32), np.ones(2, np.float32))
+        with pytest.raises(
+            UserError, match=rf"line 7, field input_ids\[1\]: expected a token of .*, 0 to \d+, found {wrong}"
+        ):
+            encoder.encode([row], [HERE])

@@ -1,14 +1,17 @@
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zagora_jax.data.sources import read_rows
+from zagora_jax.data import json_rows
+from zagora_jax.data.files import read_rows
 from zagora_jax.errors import UserError
 
 TWO_ROWS = [{"text": "one"}, {"text": "two"}]
@@ -23,20 +26,34 @@ def lines(rows: list[dict]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+def zstandard(content: bytes) -> bytes:
+    """In two frames, as tools that append or work in parallel write."""
+    half = len(content) // 2
+    return b"".join(pyarrow.Codec("zstd").compress(part, asbytes=True) for part in (content[:half], content[half:]))
+
+
 def values(path: Path) -> list[dict]:
     return [row.value for row in read_rows(path)]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".parquet.gz"])
+@pytest.mark.parametrize(
+    "suffix", [kind + ending for kind in (".jsonl", ".json", ".parquet", ".arrow") for ending in ("", ".gz", ".zst")]
+)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix):
     path = tmp_path / f"train{suffix}"
-    if ".parquet" in suffix:
+    if ".parquet" in suffix or ".arrow" in suffix:
         plain = tmp_path / "plain"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TWO_ROWS), plain)
+        table = pyarrow.Table.from_pylist(TWO_ROWS)
+        if ".parquet" in suffix:
+            pyarrow.parquet.write_table(table, plain)
+        else:
+            with pyarrow.ipc.new_stream(plain, table.schema) as stream:
+                stream.write_table(table, max_chunksize=1)
         content = plain.read_bytes()
     else:
         content = lines(TWO_ROWS) if ".jsonl" in suffix else json.dumps(TWO_ROWS, indent=1).encode()
-    write(path, gzip.compress(content) if suffix.endswith(".gz") else content)
+    compress = {"gz": gzip.compress, "zst": zstandard}.get(suffix.rpartition(".")[2], bytes)
+    write(path, compress(content))
     assert values(path) == TWO_ROWS
     unit = "line" if ".jsonl" in suffix else "row"
     assert [str(row.location) for row in read_rows(path)] == [f"{path}, {unit} 1", f"{path}, {unit} 2"]
@@ -127,13 +144,16 @@ def test_empty_file_is_refused(tmp_path, name):
         values(write(tmp_path / name, gzip.compress(b"\n\n") if name.endswith("gz") else b"\n\n"))
 
 
-def test_truncated_gzip_is_refused_after_its_whole_rows(tmp_path):
-    content = gzip.compress(lines([{"text": str(number) * 50} for number in range(5000)]))
-    path = write(tmp_path / "a.jsonl.gz", content[: len(content) // 2])
+@pytest.mark.parametrize(
+    ("suffix", "compress", "name"), [(".gz", gzip.compress, "gzip"), (".zst", zstandard, "Zstandard")]
+)
+def test_truncated_data_is_refused_after_its_whole_rows(tmp_path, suffix, compress, name):
+    content = compress(lines([{"text": str(number) * 50} for number in range(20_000)]))
+    path = write(tmp_path / f"a.jsonl{suffix}", content[: len(content) * 3 // 4])
     read = []
-    with pytest.raises(UserError, match=r"damaged gzip data after row \d+"):
+    with pytest.raises(UserError, match=rf"damaged {name} data after row \d+"):
         read.extend(read_rows(path))
-    assert 0 < len(read) < 5000
+    assert 0 < len(read) < 20_000
     assert read[-1].value["text"] == str(len(read) - 1) * 50
 
 
@@ -148,6 +168,10 @@ def test_a_date_that_python_does_not_know_is_refused(tmp_path):
 def test_names_and_content_must_agree(tmp_path):
     with pytest.raises(UserError, match="content is gzip data"):
         values(write(tmp_path / "a.jsonl", gzip.compress(b"{}")))
+    with pytest.raises(UserError, match="content is Zstandard data; give the file a name that ends in"):
+        values(write(tmp_path / "a.jsonl", zstandard(b"{}")))
+    with pytest.raises(UserError, match="cannot be read as Arrow"):
+        values(write(tmp_path / "a.arrow", b"ARROW1 but nothing else"))
     with pytest.raises(UserError, match="content is not gzip data"):
         values(write(tmp_path / "a.jsonl.gz", b"{}"))
     with pytest.raises(UserError, match="byte-order mark of UTF-16"):
@@ -157,7 +181,7 @@ def test_names_and_content_must_agree(tmp_path):
 
 
 def test_unknown_kind_and_missing_file(tmp_path):
-    with pytest.raises(UserError, match=r"ends in one of \.jsonl, \.jsonl\.gz, \.json, "):
+    with pytest.raises(UserError, match=r"ends in one of \.jsonl, \.json, \.parquet, \.arrow, also with \.gz or \.zst"):
         values(tmp_path / "train.csv")
     write(tmp_path / "training.jsonl", b"{}")
     with pytest.raises(UserError, match=r"no such file; did you mean .*training\.jsonl\?"):
@@ -165,7 +189,7 @@ def test_unknown_kind_and_missing_file(tmp_path):
     with pytest.raises(UserError, match="there is no directory"):
         values(tmp_path / "nowhere" / "a.jsonl")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(UserError, match="is a directory"):
+    with pytest.raises(UserError, match="expected a file, found a directory"):
         values(tmp_path / "folder.json")
 
 
@@ -218,3 +242,87 @@ def test_any_bytes_give_rows_or_a_user_error(tmp_path_factory, content):
             continue
         assert rows
         assert all(isinstance(row.value, dict) for row in rows)
+
+
+LONG_LIST = (
+    "["
+    + ",\n".join(json.dumps({"text": "é😀" * number, "n": [number] * 9}, ensure_ascii=False) for number in range(40))
+    + "]\n"
+)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_a_json_list_is_read_in_pieces(tmp_path, monkeypatch, size):
+    path = write(tmp_path / "a.json", b"\xef\xbb\xbf" + LONG_LIST.encode())
+    monkeypatch.setattr(json_rows, "READ_BYTES", size)
+    assert values(path) == json.loads(LONG_LIST)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (LONG_LIST.replace("[5, 5", "[5 5"), r"row 6: not JSON at line 6, column 32: Expecting ',' delimiter"),
+        (LONG_LIST[:-3], r"row 40: not JSON at line 40, column \d+: .* found the end of the text"),
+        (LONG_LIST.encode()[:1000] + b"\xc3", "expected UTF-8, found 0xc3 at byte 1001"),
+    ],
+)
+def test_a_fault_of_a_json_list_is_placed_however_it_is_read(tmp_path, monkeypatch, size, content, expected):
+    path = write(tmp_path / "a.json", content)
+    monkeypatch.setattr(json_rows, "READ_BYTES", size)
+    with pytest.raises(UserError, match=expected):
+        values(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst"])
+def test_a_row_without_end_does_not_fill_the_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(json_rows, "READ_BYTES", 2**16)
+    content = b'[{"text": "' + b"a" * 30_000_000
+    content = content.removeprefix(b"[") if "jsonl" in name else content
+    compress = {"gz": gzip.compress, "zst": zstandard}.get(name.rpartition(".")[2], bytes)
+    path = write(tmp_path / name, compress(content))
+
+    def refuse() -> None:
+        with pytest.raises(UserError, match="has more than 1 MiB; cut it"):
+            values(path)
+
+    assert traced_peak(refuse) < 12 * 2**20
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "a.jsonl.zst"])
+def test_a_file_is_never_held_in_memory(tmp_path, name):
+    """Of 16 MB in rows of 4 kB, a few buffers are held: those of 256 rows for Parquet and Arrow, and a MiB of text."""
+    rows = [{"text": f"{number:04}" * 1000} for number in range(4000)]
+    path = tmp_path / name
+    if "json" in name:
+        content = lines(rows) if "jsonl" in name else json.dumps(rows).encode()
+        write(path, zstandard(content) if name.endswith("zst") else content)
+    elif name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, use_dictionary=False)
+    else:
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table, max_chunksize=1000)
+    del rows
+
+    before = pyarrow.total_allocated_bytes()
+    allocated = []
+
+    def read() -> None:
+        for row in read_rows(path):
+            if row.location.number % 100 == 0:
+                allocated.append(pyarrow.total_allocated_bytes() - before)
+
+    assert traced_peak(read) + max(allocated) < 10 * 2**20
+    assert len(allocated) == 40
+
+
+def traced_peak(action) -> int:
+    """Bytes that Python and numpy held at most while `action` ran, beyond those held before."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
