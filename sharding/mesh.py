@@ -1,6 +1,7 @@
 """The named device mesh.
 
 Axes:
+    stage: consecutive blocks of layers, one for each group of devices along the other axes.
     data: replicas; each trains on its own rows, and gradients are exchanged between them.
     fsdp: weights, adapters and optimizer state are spread over these devices; rows too.
     tensor: heads and feed-forward columns are spread over these devices; they share rows.
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("stage", "data", "fsdp", "tensor")
 
 # The axes that rows are spread over.
 ROW_AXES = ("data", "fsdp")
@@ -45,3 +46,9 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 def rows_divisor(mesh: Mesh) -> int:
     """Return how many groups of devices share the rows of a micro-batch."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
+def stage_mesh(mesh: Mesh, stage: int) -> Mesh:
+    """Return the mesh of one stage's devices; its "stage" axis has size 1."""
+    devices = mesh.devices[stage : stage + 1]
+    return Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

@@ -89,6 +89,9 @@ class LoraConfig(Options):
 class MeshConfig(Options):
     """How many devices stand along each axis of the mesh."""
 
+    stage: int | None = Field(
+        default=None, ge=1, description="Consecutive blocks of layers, each on devices of its own; for layerwise."
+    )
     data: int | None = Field(default=None, ge=1, description="Replicas, each with rows of its own.")
     fsdp: int | None = Field(
         default=None, ge=1, description="Devices that weights, adapters and optimizer state (and rows) are spread over."
@@ -227,12 +230,16 @@ class TrainConfig(CommandConfig):
         default=0, ge=0, lt=2**32, description="Seed of the adapter's first weights, dropout and the row order."
     )
 
-    strategy: Literal["auto", "fsdp", "replicas"] = Field(
+    strategy: Literal["auto", "fsdp", "replicas", "layerwise"] = Field(
         default="auto",
         description="What the devices that mesh leaves open are for: fsdp (each holds a part of the 4-bit weights, "
-        "which are gathered a layer at a time), replicas (each holds all of them), or auto, which is fsdp.",
+        "which are gathered a layer at a time), replicas (each holds all of them), layerwise (each keeps its own "
+        "consecutive layers, and micro-batches flow through), or auto, which is fsdp.",
     )
     mesh: MeshConfig = MeshConfig()
+    stage_layers: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
+        default="auto", description="How many layers each stage of layerwise has: a list of numbers, or auto."
+    )
     gradient_compression: Literal["none", "int8", "int4"] = Field(
         default="none",
         description="How gradients travel between replicas: as float32, or quantised with error feedback.",

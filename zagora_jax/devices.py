@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import pynvml
@@ -40,21 +40,20 @@ def limit_memory(gib: float) -> None:
         )
 
 
-def require_memory(planned: int, devices: Iterable[jax.Device]) -> None:
+def require_memory(planned: Mapping[jax.Device, int]) -> None:
     """Refuse a step that cannot fit, before it is run.
 
     Args:
-        planned: bytes that the compiled step needs of each device.
-        devices: those that it runs on. A CPU's memory has no limit of XLA's.
+        planned: bytes that the compiled step needs of each device. A CPU's memory has no limit of XLA's.
 
     Raises:
         UserError: a device's allocator may take less; says what to change.
     """
-    for device in devices:
+    for device, needed in planned.items():
         limit = (device.memory_stats() or {}).get("bytes_limit")
-        if limit is not None and planned > limit:
+        if limit is not None and needed > limit:
             raise UserError(
-                f"the step needs {planned / GIB:.2f} GiB of each device, and {device.device_kind} {device.id} has "
+                f"the step needs {needed / GIB:.2f} GiB of {device.device_kind} {device.id}, which has "
                 f"{limit / GIB:.2f} GiB for it. What takes less, from cheap to dear: --optimizer adamw_8bit, a smaller "
                 "--micro-batch-size, --offload.activations true, --remat nested, a shorter --sequence-length, a lower "
                 "--lora.rank, more devices along --mesh.fsdp"
@@ -74,7 +73,9 @@ def choose_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None
     if product > len(devices):
         names = ", ".join(f"{device.platform}:{device.id}" for device in devices)
         raise UserError(f"{asked}: needs {product} devices, but there are {len(devices)}: {names}")
-    filled = "data" if config.strategy == "replicas" else "fsdp"
+    filled = {"replicas": "data", "layerwise": "stage"}.get(config.strategy, "fsdp")
+    if sizes.get("stage", 1) > 1 and filled != "stage":
+        raise UserError(f"--mesh.stage {sizes['stage']}: stages are for --strategy layerwise")
     if filled not in sizes:
         if len(devices) % product:
             raise UserError(

@@ -1,5 +1,6 @@
 """A run's arrays and its step, spread over a mesh of devices."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.llama import Llama
-from models.parameters import Adapter, Frozen, Path, by_path
+from models.parameters import Adapter, Frozen, Path, by_path, split
 from models.placement import Placement
 from sharding.compiler import compiler_options
 from sharding.compression import Compression, ErrorFeedback
@@ -20,15 +21,16 @@ from sharding.flat import gather
 from sharding.group import Group, Residuals, exchange_layer
 from sharding.mesh import rows_divisor
 from sharding.overlap import Exchange
-from sharding.program import collectives, traffic
+from sharding.program import collectives, memory, traffic
 from sharding.rules import named_sharding
 from sharding.spread import UNIT, Spread
 from sharding.targets import compile_for
 from sharding.vocabulary import ShardedVocabulary
+from zagora_jax.arrangement import CompiledEvaluation, Recipe
 from zagora_jax.checkpoints.load import set_layer
 from zagora_jax.data.batches import Batch
 from zagora_jax.optimizer import QuantizedMoment
-from zagora_jax.step import TrainState
+from zagora_jax.step import ForwardOptions, TrainState, make_evaluation_step, make_train_step
 
 BATCH_AXES = ("accumulation", "rows", "tokens")
 
@@ -189,42 +191,101 @@ class Distribution:
         names = [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]
         return {"mesh": dict(self.mesh.shape), "bytes_a_device": dict.fromkeys(names, self.device_bytes(like))}
 
+    def put_adapters(self, whole: nnx.State) -> nnx.State:
+        """Spread whole adapters."""
+        return self.put(self.adapters, whole)
+
+    def facts(self) -> dict[str, str]:
+        """Name the devices."""
+        return {"devices": describe_devices(self.mesh)}
+
+    def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch) -> "SpreadStep":
+        """Compile the train step of `recipe`."""
+        step = make_train_step(
+            split(self.model)[0],
+            recipe.optimizer,
+            recipe.schedule,
+            recipe.options,
+            max_grad_norm=recipe.max_grad_norm,
+            dropout_seed=recipe.dropout_seed,
+            placement=self.placement,
+            group=self.group,
+        )
+        return SpreadStep(self, self.compile_step(step, whole, batch))
+
     def compile_step(
         self, step: Callable[[TrainState, nnx.State, Batch], Any], whole: TrainState, batch: Batch
     ) -> jax.stages.Compiled:
         """Compile a train step for this mesh; `whole` and `batch` give shapes. The state is donated."""
         state = jax.tree.map(lambda spread: spread.abstract(), self.state(whole))
-        return self._compile(step, (state, self._abstract_frozen(), self._abstract_batch(batch)), donated=(0,))
+        arguments = (state, self.abstract_frozen(), self.abstract_batch(batch))
+        return self.compile(step, arguments, (specs_of(state), PartitionSpec()), donated=(0,))
 
-    def compile_evaluation(
-        self, step: Callable[[nnx.State, nnx.State, Batch], Any], batch: Batch
-    ) -> jax.stages.Compiled:
-        """Compile an evaluation step for this mesh."""
-        adapters = jax.tree.map(lambda spread: spread.abstract(), self.adapters)
-        return self._compile(step, (adapters, self._abstract_frozen(), self._abstract_batch(batch)), donated=())
+    def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
+        """Compile an evaluation for this mesh; `batch` gives shapes."""
+        step = make_evaluation_step(split(self.model)[0], options, self.placement, self.group)
+        arguments = (self.abstract_adapters(), self.abstract_frozen(), self.abstract_batch(batch))
+        compiled = self.compile(step, arguments, PartitionSpec())
+        return lambda adapters, frozen, batch: compiled(adapters, frozen, self.put_batch(batch))
 
-    def _abstract_frozen(self) -> nnx.State:
+    def abstract_adapters(self) -> nnx.State:
+        """Describe the adapters as the step takes them."""
+        return jax.tree.map(lambda spread: spread.abstract(), self.adapters)
+
+    def abstract_frozen(self) -> nnx.State:
+        """Describe the frozen parameters as the step takes them."""
         return jax.tree.map(lambda spread: spread.abstract(), self.frozen)
 
-    def _abstract_batch(self, batch: Batch) -> Batch:
+    def abstract_batch(self, batch: Batch) -> Batch:
+        """Describe a batch as the step takes it."""
         sharding = named_sharding(self.mesh, BATCH_AXES)
         return Batch(*(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for array in batch))
 
-    def _compile(
-        self, step: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[int, ...]
+    def compile(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donated: tuple[int, ...] = ()
     ) -> jax.stages.Compiled:
-        """Compile under shard_map; a step that changes its first argument returns it first, and numbers after it."""
+        """Compile a function under shard_map; the abstract `arguments` have shardings."""
         mesh = self.mesh.abstract_mesh  # the devices may be absent: see compile_for
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
-        everywhere = PartitionSpec()
-        out_specs = (specs[0], everywhere) if donated else everywhere
-        mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        specs = specs_of(arguments)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         to_sharding = partial(jax.tree.map, partial(NamedSharding, mesh))
         jitted = jax.jit(
             mapped, in_shardings=to_sharding(specs), out_shardings=to_sharding(out_specs), donate_argnums=donated
         )
         arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
         return compile_for(self.mesh, jitted, *arguments, options=compiler_options(self.mesh))
+
+
+@dataclass(frozen=True)
+class SpreadStep:
+    """A compiled train step, one program over all devices of a mesh."""
+
+    distribution: Distribution
+    compiled: jax.stages.Compiled
+
+    def __call__(self, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Take the step; `batch` is on the host."""
+        return self.compiled(state, frozen, self.distribution.put_batch(batch))
+
+    def planned_memory(self) -> dict[jax.Device, int]:
+        """Return the bytes that the program needs, the same of every device."""
+        return dict.fromkeys(self.distribution.mesh.devices.flat, memory(self.compiled).peak)
+
+    def wire_bytes(self) -> dict[str, int]:
+        """Return the bytes that a device sends in a step, by kind of collective and mesh axes."""
+        return wire_bytes(self.compiled, self.distribution.mesh)
+
+
+def specs_of(arguments: Any) -> Any:
+    """Return the PartitionSpec of every array that a tree describes."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """Say how many devices of which kind there are, and along which axes."""
+    kinds = Counter(f"{device.device_kind} ({device.platform})" for device in mesh.devices.flat)
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    return " and ".join(f"{count} x {kind}" for kind, count in kinds.items()) + (f", {axes}" if axes else "")
 
 
 def _kind(path: Path, leaf_path: tuple) -> str:

@@ -2,24 +2,25 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from zagora_jax.arrange import arrange
+from zagora_jax.arrangement import Arrangement
 from zagora_jax.config import EvaluateConfig, MeshConfig, TrainConfig
 from zagora_jax.data.batches import Batch, Batches
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.devices import choose_mesh
-from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.kernels import forward_options
 from zagora_jax.reporting.progress import Reporter
-from zagora_jax.step import ForwardOptions, make_evaluation_step
+from zagora_jax.step import ForwardOptions
 from zagora_jax.tuned import open_tuned
 
-EvaluationStep = Callable[[nnx.State, Batch], tuple[jax.Array, jax.Array]]
+EvaluationStep = Callable[[Any, Batch], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,14 @@ class Evaluation:
 
 
 def compile_evaluation(
-    graph: nnx.GraphDef, options: ForwardOptions, distribution: Distribution, frozen: nnx.State, batches: Batches
+    options: ForwardOptions, arrangement: Arrangement, frozen: nnx.State, batches: Batches
 ) -> EvaluationStep:
-    """Compile the evaluation of batches of one shape, over frozen parameters that are spread already."""
-    step = make_evaluation_step(graph, options, distribution.placement, distribution.group)
-    compiled = distribution.compile_evaluation(step, batches.abstract())
-    return lambda adapters, batch: compiled(adapters, frozen, distribution.put_batch(batch))
+    """Compile the evaluation of batches of one shape, over frozen parameters that are laid out already."""
+    compiled = arrangement.compile_evaluation(options, batches.abstract())
+    return lambda adapters, batch: compiled(adapters, frozen, batch)
 
 
-def evaluate(step: EvaluationStep, adapters: nnx.State, batches: Iterable[Batch]) -> Evaluation:
+def evaluate(step: EvaluationStep, adapters: Any, batches: Iterable[Batch]) -> Evaluation:
     """Divide the loss summed over all batches by the weight of all supervised tokens, however rows are batched.
 
     Raises:
@@ -64,14 +64,14 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     tuned = open_tuned(config.run, config.checkpoint)
     options = {"micro_batch_size": config.micro_batch_size, "sequence_length": config.sequence_length}
     run_config = tuned.config.model_copy(update={name: value for name, value in options.items() if value is not None})
-    distribution = Distribution(_mesh_here(run_config), tuned.base.model)
-    batches = evaluation_batches(run_config, tuned.base, distribution.rows_divisor, reporter, config.data)
+    arrangement = arrange(run_config, tuned.base.model, _mesh_here(run_config))
+    batches = evaluation_batches(run_config, tuned.base, arrangement.rows_divisor, reporter, config.data)
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data and no eval_fraction; give --data")
     with reporter.counting("reading and quantising tensors", tuned.base.tensor_count()) as count:
-        frozen = tuned.base.load(count.advance, distribution)
-    step = compile_evaluation(tuned.graph, forward_options(run_config, tuned.base), distribution, frozen, batches)
-    return evaluate(step, distribution.put(distribution.adapters, tuned.adapters), batches.epoch(0))
+        frozen = tuned.base.load(count.advance, arrangement)
+    step = compile_evaluation(forward_options(run_config, tuned.base), arrangement, frozen, batches)
+    return evaluate(step, arrangement.put_adapters(tuned.adapters), batches.epoch(0))
 
 
 def _mesh_here(config: TrainConfig) -> Mesh:

@@ -28,6 +28,7 @@ FREE_OPTIONS = {
     "offload",
     "device_memory_limit",
     "strategy",  # where arrays lie changes no number but by the order of sums
+    "stage_layers",  # likewise
     "mesh",  # likewise; how many rows a step has is compared with the data
 }
 

@@ -10,20 +10,19 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 import zagora_jax
 from models.lora import initial_adapter
 from models.parameters import split
-from sharding.program import memory
 from zagora_jax.adapter import adapted_modules, save_adapter
+from zagora_jax.arrange import arrange
+from zagora_jax.arrangement import CompiledStep, Recipe
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
-from zagora_jax.devices import choose_mesh, limit_memory, require_memory
-from zagora_jax.distribution import Distribution, wire_bytes
+from zagora_jax.devices import limit_memory, require_memory
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
 from zagora_jax.kernels import forward_options
@@ -32,12 +31,11 @@ from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.resume import Progress, find_saved
 from zagora_jax.run_directory import MetricsFile, RunDirectory
-from zagora_jax.step import TrainState, initial_state, make_train_step
+from zagora_jax.step import TrainState, initial_state
 
 MAX_SKIPPED_IN_A_ROW = 5
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-CompiledStep = Callable[[TrainState, nnx.State, Batch], tuple[TrainState, dict[str, jax.Array]]]
+Step = Callable[[Any, Batch], tuple[Any, Mapping[str, Any]]]
 Measure = Callable[[TrainState], Evaluation]
 
 
@@ -84,21 +82,11 @@ class _Run:
             lora=config.lora,
             seed=config.seed,
         )
-        self.graph, self.declared_frozen, self.declared_adapters = split(self.base.model)
-        self.distribution = Distribution(choose_mesh(config), self.base.model, config.gradient_compression)
-        if config.gradient_compression != "none" and self.distribution.rows_divisor == 1:
-            raise UserError(
-                f"--gradient-compression {config.gradient_compression}: one device has nobody to send gradients to; "
-                "leave it out, or use more devices"
-            )
-        if config.compute_dtype == "float16" and self.distribution.scatters_compressed:
-            raise UserError(
-                "--gradient-compression over fsdp does not go with --compute-dtype float16, whose loss scale changes "
-                "between steps while residuals keep the old one; use bfloat16, or --strategy replicas"
-            )
+        _, self.declared_frozen, self.declared_adapters = split(self.base.model)
+        self.arrangement = arrange(config, self.base.model)
         self.options = forward_options(config, self.base)
-        self.batches = training_batches(config, self.base, self.distribution.rows_divisor, reporter)
-        self.eval_batches = evaluation_batches(config, self.base, self.distribution.rows_divisor, reporter)
+        self.batches = training_batches(config, self.base, self.arrangement.rows_divisor, reporter)
+        self.eval_batches = evaluation_batches(config, self.base, self.arrangement.rows_divisor, reporter)
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
         self.schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, self.total_steps)
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
@@ -176,11 +164,11 @@ class _Run:
             "weights": f"{self.base.quantization}, {frozen_bytes / GIB:.2f} GiB",
             "adapter": f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
             "adapted": f"{len(modules)} modules: {names}",
-            "devices": _describe(self.distribution.mesh),
+            **self.arrangement.facts(),
             "computation": f"{config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}"
             + (", layer inputs in pinned host memory" if self.options.offload_activations else ""),
             "optimizer step": f"{config.gradient_accumulation_steps} x "
-            f"{config.micro_batch_size * self.distribution.rows_divisor} x "
+            f"{config.micro_batch_size * self.arrangement.rows_divisor} x "
             f"{self.batches.width} tokens, {config.optimizer}, {config.schedule} schedule",
             "steps": f"{self.total_steps}" + (f", going on from {self.first_step}" if self.first_step else ""),
             "run directory": str(self.directory.path),
@@ -188,13 +176,13 @@ class _Run:
 
     def _load(self) -> nnx.State:
         with self.reporter.counting("reading and quantising tensors", self.base.tensor_count()) as count:
-            return self.base.load(count.advance, self.distribution)
+            return self.base.load(count.advance, self.arrangement)
 
     def _new_state(self) -> TrainState:
         """Return the whole state before the first step, on one device."""
         adapters = initial_adapter(self.declared_adapters, self.config.seed)
         state = initial_state(adapters, self.optimizer, self.config.compute_dtype)
-        return state._replace(residuals=self.distribution.no_residuals())
+        return state._replace(residuals=self.arrangement.no_residuals())
 
     def _initial_state(self) -> TrainState:
         """Return the state to go on from, spread over the devices: a new one, or the saved one."""
@@ -202,13 +190,13 @@ class _Run:
         if self.saved is not None:
             with SavedStates(self.directory.checkpoints) as states:
                 whole = states.restore(self.saved.step, whole)
-        return self.distribution.put_state(whole)
+        return self.arrangement.put_state(whole)
 
     def _compile_evaluation(self, frozen: nnx.State) -> Measure | None:
         if self.eval_batches is None:
             return None
         batches = self.eval_batches
-        step = compile_evaluation(self.graph, self.options, self.distribution, frozen, batches)
+        step = compile_evaluation(self.options, self.arrangement, frozen, batches)
         return lambda state: evaluate(step, state.adapters, batches.epoch(0))
 
     def _evaluate(self, measure: Measure | None, state: TrainState, name: str) -> None:
@@ -221,32 +209,28 @@ class _Run:
 
     def _compile_step(self) -> CompiledStep:
         """Compile the train step once and for all: the result refuses other shapes instead of compiling again."""
-        config, distribution = self.config, self.distribution
-        step = make_train_step(
-            self.graph,
+        config = self.config
+        recipe = Recipe(
             self.optimizer,
             self.schedule,
             self.options,
             max_grad_norm=config.max_grad_norm,
             dropout_seed=config.seed if config.lora.dropout else None,
-            placement=distribution.placement,
-            group=distribution.group,
         )
         started = time.perf_counter()
-        compiled = distribution.compile_step(step, self.state_shapes, self.batches.abstract())
-        planned = memory(compiled).peak
-        self.reporter.say(
-            f"compiled in {time.perf_counter() - started:.1f} s; the step needs {planned / GIB:.2f} GiB a device"
-        )
-        self.directory.update_report({"planned_memory_gib": planned / GIB})
-        require_memory(planned, distribution.mesh.devices.flat)
+        compiled = self.arrangement.compile_training(recipe, self.state_shapes, self.batches.abstract())
+        planned = compiled.planned_memory()
+        most = max(planned.values()) / GIB
+        self.reporter.say(f"compiled in {time.perf_counter() - started:.1f} s; the step needs {most:.2f} GiB a device")
+        self.directory.update_report({"planned_memory_gib": most})
+        require_memory(planned)
         self._report_layout(compiled)
-        return lambda state, frozen, batch: compiled(state, frozen, distribution.put_batch(batch))
+        return compiled
 
-    def _report_layout(self, compiled: jax.stages.Compiled) -> None:
+    def _report_layout(self, compiled: CompiledStep) -> None:
         """Write down where the arrays are, and say what crosses between devices in a step."""
-        layout = self.distribution.layout(self.state_shapes)
-        layout["wire_bytes_a_step"] = wire = wire_bytes(compiled, self.distribution.mesh)
+        layout = self.arrangement.layout(self.state_shapes)
+        layout["wire_bytes_a_step"] = wire = compiled.wire_bytes()
         self.directory.write_layout(layout)
         for name, size in wire.items():
             self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
@@ -261,7 +245,7 @@ class _Run:
             self.reporter.training(last, first, config.log_every) as bar,
         ):
             if first:
-                self._save_adapter(self.distribution.whole_state(state, self.state_shapes))
+                self._save_adapter(self.arrangement.whole_state(state, self.state_shapes))
             for number in range(first + 1, last + 1):
                 state, metrics = self._step(step, state, number)
                 skipped = 0 if metrics["finite"] else skipped + 1
@@ -299,7 +283,7 @@ class _Run:
             )
 
     def _save(self, states: StateWriter, state: TrainState) -> None:
-        whole = self.distribution.whole_state(state, self.state_shapes)
+        whole = self.arrangement.whole_state(state, self.state_shapes)
         # The adapter first: a state that is there always has its adapter beside it.
         self._save_adapter(whole)
         states.save(whole, asdict(replace(self.progress, data=self.iterator.get_state())))
@@ -317,12 +301,6 @@ class _Run:
     def _result(self) -> TrainResult:
         report = self.directory.read_report()
         return TrainResult(self.directory.path, self.total_steps, report.get("loss_before"), report.get("loss_after"))
-
-
-def _describe(mesh: Mesh) -> str:
-    device = mesh.devices.flat[0]
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    return f"{mesh.size} x {device.device_kind} ({device.platform})" + (f", {axes}" if axes else "")
 
 
 def _versions() -> dict[str, str]:

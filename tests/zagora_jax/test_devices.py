@@ -1,6 +1,6 @@
 """The mesh that options ask for, and refusing what does not fit."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -10,13 +10,21 @@ from zagora_jax.devices import choose_mesh, limit_memory, require_memory
 from zagora_jax.errors import UserError
 
 
+@dataclass(frozen=True)
+class Card:
+    id: int
+    statistics: dict | None = field(hash=False)
+    platform: str = "gpu"
+    device_kind: str = "RTX 4090"
+
+    def memory_stats(self):
+        return self.statistics
+
+
 def cards(count, limit=None):
     """Stand-ins for devices, of which a mesh and the memory check need no more."""
     statistics = None if limit is None else {"bytes_limit": limit}
-    return [
-        SimpleNamespace(id=i, platform="gpu", device_kind="RTX 4090", memory_stats=lambda: statistics)
-        for i in range(count)
-    ]
+    return [Card(i, statistics) for i in range(count)]
 
 
 @pytest.fixture
@@ -55,10 +63,11 @@ def test_devices_that_cannot_be_shared_out(shapes):
 
 def test_a_step_that_cannot_fit_is_refused_with_what_takes_less():
     gib = 2**30
-    require_memory(23 * gib, cards(2, limit=23 * gib))
-    require_memory(99 * gib, cards(2))  # CPUs tell no limit
-    with pytest.raises(UserError, match=r"needs 24.00 GiB of each device, and RTX 4090 0 has 23.00 GiB.*adamw_8bit"):
-        require_memory(24 * gib, cards(2, limit=23 * gib))
+    small, large = cards(2, limit=23 * gib)
+    require_memory({small: 23 * gib, large: 22 * gib})
+    require_memory(dict.fromkeys(cards(2), 99 * gib))  # CPUs tell no limit
+    with pytest.raises(UserError, match=r"needs 24.00 GiB of RTX 4090 1, which has 23.00 GiB.*adamw_8bit"):
+        require_memory({small: 23 * gib, large: 24 * gib})
 
 
 def test_a_memory_limit_without_a_gpu_is_refused():

@@ -1,0 +1,60 @@
+"""Which arrangement of a model on its devices a run's options ask for."""
+
+from jax.sharding import Mesh
+
+from models.llama import Llama
+from zagora_jax.arrangement import Arrangement
+from zagora_jax.config import TrainConfig
+from zagora_jax.devices import choose_mesh
+from zagora_jax.distribution import Distribution
+from zagora_jax.errors import UserError
+from zagora_jax.pipeline import Pipeline
+
+
+def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arrangement:
+    """Lay a declared model out on a mesh, by default the one that the options ask for.
+
+    Raises:
+        UserError: options that do not go together, or with these devices.
+    """
+    mesh = choose_mesh(config) if mesh is None else mesh
+    _check(config, mesh)
+    if config.strategy != "layerwise":
+        return Distribution(mesh, model, config.gradient_compression)
+    return Pipeline(mesh, model, _layers_of_stages(config, model, mesh), config.gradient_compression)
+
+
+def _check(config: TrainConfig, mesh: Mesh) -> None:
+    compression = config.gradient_compression
+    if compression == "none":
+        return
+    if mesh.shape["data"] * mesh.shape["fsdp"] == 1:
+        raise UserError(
+            f"--gradient-compression {compression}: one device has nobody to send gradients to; leave it out, or use "
+            "more devices"
+        )
+    if mesh.shape["fsdp"] > 1 and config.strategy == "layerwise":
+        raise UserError(
+            f"--gradient-compression {compression} with --strategy layerwise compresses what travels between replicas "
+            "of the pipeline, along --mesh.data; leave --mesh.fsdp at 1"
+        )
+    if mesh.shape["fsdp"] > 1 and config.compute_dtype == "float16":
+        raise UserError(
+            "--gradient-compression over fsdp does not go with --compute-dtype float16, whose loss scale changes "
+            "between steps while residuals keep the old one; use bfloat16, or --strategy replicas"
+        )
+
+
+def _layers_of_stages(config: TrainConfig, model: Llama, mesh: Mesh) -> list[int]:
+    stages, layers = mesh.shape["stage"], model.config.num_layers
+    if stages > layers:
+        raise UserError(f"--mesh.stage {stages}: the model has {layers} layers; a stage needs at least one")
+    if config.stage_layers == "auto":
+        return [layers // stages + (index < layers % stages) for index in range(stages)]
+    given = config.stage_layers
+    if len(given) != stages or sum(given) != layers:
+        raise UserError(
+            f"--stage-layers {','.join(map(str, given))}: expected {stages} numbers, one a stage, that sum to the "
+            f"model's {layers} layers; found {len(given)}, which sum to {sum(given)}"
+        )
+    return list(given)

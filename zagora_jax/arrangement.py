@@ -1,0 +1,103 @@
+"""What a run asks of its devices, whether one program spreads over them or each stage has programs of its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.parameters import Path
+from sharding.group import Residuals
+from zagora_jax.data.batches import Batch
+from zagora_jax.step import ForwardOptions, TrainState
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an optimizer step computes, wherever it does.
+
+    Attributes:
+        optimizer: applied to the clipped gradient.
+        schedule: the optimizer's learning rate by the number of updates, for the metrics.
+        options: how the forward pass is computed.
+        max_grad_norm: the global norm that gradients are clipped to; 0 does not clip.
+        dropout_seed: seeds the adapters' dropout, None switches it off.
+    """
+
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    options: ForwardOptions
+    max_grad_norm: float
+    dropout_seed: int | None
+
+
+class CompiledStep(Protocol):
+    """An optimizer step that runs; it refuses other shapes instead of compiling again."""
+
+    def __call__(self, state: Any, frozen: nnx.State, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
+        """Return the new state and the metrics; the old state is used up."""
+
+    def planned_memory(self) -> dict[jax.Device, int]:
+        """Return the bytes that the step needs of each device."""
+
+    def wire_bytes(self) -> dict[str, int]:
+        """Return the bytes that a device sends in a step, by kind and mesh axes: of all devices, the most."""
+
+
+class CompiledEvaluation(Protocol):
+    """A forward pass with its loss that runs."""
+
+    def __call__(self, adapters: Any, frozen: nnx.State, batch: Batch) -> tuple[jax.Array, Any]:
+        """Return the loss summed over supervised tokens, and their number."""
+
+
+class Arrangement(Protocol):
+    """How a model and its training state lie on devices, and its programs for them.
+
+    It is a `Destination` of frozen parameters too. States are "whole" where they do not depend on the devices, as they
+    are saved; what `put_state` makes of them is the arrangement's own.
+    """
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+
+    @property
+    def rows_divisor(self) -> int:
+        """How many devices share the rows of a micro-batch."""
+
+    def facts(self) -> dict[str, str]:
+        """Say in words what lies where."""
+
+    def empty(self, path: Path, declared: Any) -> Any:
+        """See `Destination`."""
+
+    def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
+        """See `Destination`."""
+
+    def whole(self, path: Path, value: Any) -> Any:
+        """See `Destination`."""
+
+    def no_residuals(self) -> Residuals:
+        """Return the whole residuals before the first step."""
+
+    def put_state(self, whole: TrainState) -> Any:
+        """Lay a whole training state out."""
+
+    def whole_state(self, state: Any, like: TrainState) -> TrainState:
+        """Undo `put_state`, on the host; `like` gives shapes."""
+
+    def put_adapters(self, whole: nnx.State) -> Any:
+        """Lay whole adapters out, as an evaluation takes them."""
+
+    def layout(self, like: TrainState) -> dict[str, Any]:
+        """Return the bytes that each device holds, by kind."""
+
+    def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch) -> CompiledStep:
+        """Compile the train step; `whole` and `batch` give shapes."""
+
+    def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
+        """Compile an evaluation of batches of one shape."""

@@ -1,0 +1,202 @@
+"""An optimizer step, or an evaluation, through the stages of a pipeline.
+
+One host dispatches the stages' programs before their inputs are there, so that every device has its next tasks in its
+queue. It waits for results once a step, where the norm of the gradients needs all stages.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from sharding.schedule import Task, dispatch_order, inputs_held
+from sharding.watch import Watch, Work
+from zagora_jax.arrangement import Recipe
+from zagora_jax.data.batches import Batch
+from zagora_jax.distribution import wire_bytes
+from zagora_jax.stage import PipelineState, Place, Stage, StagePrograms
+from zagora_jax.step import ForwardOptions, TrainState
+
+if TYPE_CHECKING:
+    from zagora_jax.pipeline import Pipeline
+
+# Tasks that a stage may have in its queue, the running one among them.
+MOST_QUEUED = 3
+
+
+@dataclass
+class _Flow:
+    """What a stage has in hand during one step."""
+
+    programs: StagePrograms
+    adapters: nnx.State
+    frozen: nnx.State
+    batch: Batch
+    gradients: nnx.State
+    inputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch, until it went backward
+    cotangents: dict[int, Any] = field(default_factory=dict)
+
+
+class PipelineStep:
+    """A compiled optimizer step."""
+
+    def __init__(self, pipeline: "Pipeline", recipe: Recipe, whole: TrainState, batch: Batch):
+        """Compile the programs of all stages; `whole` and `batch` give shapes."""
+        self.pipeline, self._batch = pipeline, batch
+        self._like = whole
+        with ThreadPoolExecutor() as threads:  # XLA compiles several programs at a time
+            self.programs = list(
+                threads.map(lambda stage: StagePrograms(stage, recipe, stage.part_of(whole), batch), pipeline.stages)
+            )
+        self._order = dispatch_order(len(self.programs), len(batch.tokens))
+        self._watches = [Watch(MOST_QUEUED) for _ in self.programs]
+
+    def __call__(
+        self, state: PipelineState, frozen: nnx.State, batch: Batch
+    ) -> tuple[PipelineState, Mapping[str, Any]]:
+        """Take the step; `batch` is on the host. The state is used up."""
+        supervised = np.float32(batch.weights.sum())
+        scale, step = self._scale_and_step(state)
+        factor = np.float32(scale / max(supervised, np.float32(1)))
+        flows = self._begin(state, frozen, batch, factor)
+        losses = [self._dispatch(task, flows, step) for task in self._order]
+        exchanged = [
+            flow.programs.exchange(flow.gradients, own.residuals, scale)
+            for flow, own in zip(flows, state.stages, strict=True)
+        ]
+        norm = np.sqrt(sum(jax.device_get([squares for _, _, squares in exchanged]), np.float32(0)))
+        loss = np.float32(sum(jax.device_get([loss for loss in losses if loss is not None]), np.float32(0)))
+        loss /= max(supervised, np.float32(1))
+        finite = np.bool_(np.isfinite(norm) and np.isfinite(loss))
+        updates = [
+            program.update(own, gradients, residuals, norm, finite)
+            for program, own, (gradients, residuals, _) in zip(self.programs, state.stages, exchanged, strict=True)
+        ]
+        work = [watch.take() for watch in self._watches]
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": updates[-1][1],
+            "supervised_tokens": supervised,
+            "finite": finite,
+            "idle": np.float32(idle_share(work)),
+        }
+        if state.stages[0].loss_scale is not None:
+            metrics["loss_scale"] = scale
+        return PipelineState(tuple(new for new, _ in updates)), metrics
+
+    @staticmethod
+    def _scale_and_step(state: PipelineState) -> tuple[np.float32, np.int32]:
+        first = state.stages[0]
+        scale = np.float32(1) if first.loss_scale is None else np.float32(first.loss_scale.scale)
+        return scale, np.int32(first.step)
+
+    def _begin(self, state: PipelineState, frozen: nnx.State, batch: Batch, factor: np.float32) -> list[_Flow]:
+        flows = [
+            _Flow(programs, own.adapters, own_frozen, programs.stage.distribution.put_batch(batch), programs.zeros())
+            for programs, own, own_frozen in zip(
+                self.programs, state.stages, self.pipeline.frozen_of_stages(frozen), strict=True
+            )
+        ]
+        micro_batches = range(len(batch.tokens))
+        flows[0].inputs = dict.fromkeys(micro_batches)
+        flows[-1].cotangents = dict.fromkeys(micro_batches, factor)
+        return flows
+
+    def _dispatch(self, task: Task, flows: list[_Flow], step: np.int32) -> jax.Array | None:
+        """Dispatch one task, and send what comes of it to the neighbour; returns the loss of a last stage's task."""
+        flow, watch = flows[task.stage], self._watches[task.stage]
+        programs = flow.programs
+        place = Place(step, np.int32(task.micro_batch), np.int32(programs.stage.first_layer))
+        watch.wait_for_place()
+        if task.kind == "forward":
+            inputs = flow.inputs[task.micro_batch]
+            assert programs.forward is not None
+            out = programs.forward(flow.adapters, flow.frozen, flow.batch, place, inputs)
+            watch.dispatched("forward", inputs, out)
+            receiver = flows[task.stage + 1]
+            receiver.inputs[task.micro_batch] = receiver.programs.stage.send(out)
+            return None
+        inputs, cotangent = flow.inputs.pop(task.micro_batch), flow.cotangents.pop(task.micro_batch)
+        flow.gradients, d_inputs, loss = programs.backward(
+            flow.gradients, flow.adapters, flow.frozen, flow.batch, place, inputs, cotangent
+        )
+        watch.dispatched("backward", (inputs, cotangent), loss)
+        if task.stage > 0:
+            receiver = flows[task.stage - 1]
+            receiver.cotangents[task.micro_batch] = receiver.programs.stage.send(d_inputs)
+        return loss if programs.stage.is_last else None
+
+    def planned_memory(self) -> dict[jax.Device, int]:
+        """Return the bytes that the step needs of each device: what the stage holds, and its largest program's rest."""
+        stages, micro_batches = len(self.programs), len(self._batch.tokens)
+        planned: dict[jax.Device, int] = {}
+        for index, programs in enumerate(self.programs):
+            # Beside the inputs held, one activation arrives and one leaves on either side.
+            activations = inputs_held(index, stages, micro_batches) + (2 if 0 < index < stages - 1 else 1)
+            needed = programs.planned_memory(activations)
+            planned |= dict.fromkeys(programs.stage.distribution.mesh.devices.flat, needed)
+        return planned
+
+    def wire_bytes(self) -> dict[str, int]:
+        """Return the bytes that the device which sends most sends in a step."""
+        sent = [self._sent_by(index) for index in range(len(self.programs))]
+        return max(sent, key=lambda kinds: sum(kinds.values()))
+
+    def _sent_by(self, index: int) -> dict[str, int]:
+        programs, micro_batches = self.programs[index], len(self._batch.tokens)
+        mesh = programs.stage.distribution.mesh
+        sent: Counter[str] = Counter(wire_bytes(programs.exchange, mesh))
+        for program in (programs.forward, programs.backward):
+            for kind, size in wire_bytes(program, mesh).items() if program is not None else ():
+                sent[kind] += size * micro_batches
+        neighbours = (index > 0) + (index < len(self.programs) - 1)
+        if neighbours:
+            sent["activations over stage"] += neighbours * micro_batches * programs.activation_bytes
+        return dict(sent)
+
+
+class PipelineEvaluation:
+    """The forward pass through all stages, compiled."""
+
+    def __init__(self, pipeline: "Pipeline", options: ForwardOptions, batch: Batch):
+        """Compile it for batches of one shape."""
+        self._pipeline = pipeline
+        self._compile: Callable[[Stage], jax.stages.Compiled] = lambda stage: stage.compile_forward(
+            options, None, batch
+        )
+        self._stages: list[Stage] = []
+        self._programs: list[jax.stages.Compiled] = []
+        self._follow()
+
+    def _follow(self) -> None:
+        """Compile for the stages as they are now: their layers may have moved."""
+        if self._stages is not self._pipeline.stages:
+            self._stages = self._pipeline.stages
+            self._programs = list(map(self._compile, self._stages))
+
+    def __call__(self, adapters: tuple[nnx.State, ...], frozen: nnx.State, batch: Batch) -> tuple[Any, np.float32]:
+        """Return the loss summed over supervised tokens, and their number."""
+        self._follow()
+        batches = [stage.distribution.put_batch(batch) for stage in self._stages]
+        own_frozen = self._pipeline.frozen_of_stages(frozen)
+        losses = []
+        for micro_batch in range(len(batch.tokens)):
+            inputs = None
+            for index, (stage, program) in enumerate(zip(self._stages, self._programs, strict=True)):
+                place = Place(np.int32(0), np.int32(micro_batch), np.int32(stage.first_layer))
+                inputs = inputs if inputs is None else stage.send(inputs)
+                inputs = program(adapters[index], own_frozen[index], batches[index], place, inputs)
+            losses.append(inputs)
+        return sum(jax.device_get(losses), np.float32(0)), np.float32(batch.weights.sum())
+
+
+def idle_share(work: list[Work]) -> float:
+    """Return the share of the devices' time between the first task's begin and the last one's end that they waited."""
+    span = max(of_stage.ended for of_stage in work) - min(of_stage.began for of_stage in work)
+    return 1 - sum(of_stage.seconds for of_stage in work) / (len(work) * span)

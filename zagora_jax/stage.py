@@ -1,0 +1,295 @@
+"""One stage of a pipeline: consecutive layers on devices of their own, and the programs that it runs."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.parameters import Path, by_path, split
+from sharding.program import MemoryPlan, memory
+from sharding.residuals import from_layers, to_layers
+from sharding.rules import named_sharding, partition_spec
+from zagora_jax.arrangement import Recipe
+from zagora_jax.data.batches import Batch
+from zagora_jax.distribution import Distribution, specs_of
+from zagora_jax.step import ForwardOptions, TrainState, hidden_states, loss_sum, row_keys, updated
+
+EVERYWHERE = PartitionSpec()
+ACTIVATION_AXES = ("rows", "tokens", None)
+
+
+class Place(NamedTuple):
+    """Where in training a task is, int32 each: the optimizer step, the micro-batch, and the layers before the stage."""
+
+    step: Any
+    micro_batch: Any
+    first_layer: Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers `first_layer` to `first_layer + num_layers` of the model, on the devices of `distribution`."""
+
+    first_layer: int
+    distribution: Distribution
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the stage has."""
+        return self.distribution.model.config.num_layers
+
+    @property
+    def layers(self) -> slice:
+        """Where its layers are in a stack of all layers."""
+        return slice(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage begins with the embedding."""
+        return self.distribution.model.ends.first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage ends with the loss."""
+        return self.distribution.model.ends.last
+
+    @cached_property
+    def paths(self) -> frozenset[Path]:
+        """The frozen parameters of which the stage holds something."""
+        return frozenset(by_path(self.distribution.frozen))
+
+    @property
+    def adapter_widths(self) -> list[int]:
+        """Elements that a layer has of each adapter array, as they are stored."""
+        return [spread.stored[1] for spread in jax.tree.leaves(self.distribution.adapters)]
+
+    def part_of(self, whole: TrainState) -> TrainState:
+        """Cut the stage's layers out of a whole state (of arrays or of shapes); residuals are left out."""
+        adapters, optimizer = (jax.tree.map(self._part, tree) for tree in (whole.adapters, whole.optimizer))
+        return whole._replace(adapters=adapters, optimizer=optimizer, residuals=self.distribution.no_residuals())
+
+    def put_state(self, whole: TrainState) -> TrainState:
+        """Lay the stage's part of a whole state out."""
+        part = self.part_of(whole)
+        if part.residuals.reduced is not None:
+            by_layer = whole.residuals.reduced
+            own = by_layer._replace(sent=by_layer.sent[:, self.layers], owned=by_layer.owned[self.layers])  # type: ignore[union-attr]
+            part = part._replace(residuals=part.residuals._replace(reduced=from_layers(own, self.adapter_widths)))
+        return self.distribution.put_state(part)
+
+    def whole_state(self, state: TrainState, like: TrainState) -> TrainState:
+        """Undo `put_state`, for the stage's layers alone; the residuals are by layers."""
+        part = self.distribution.whole_state(state, self.part_of(like))
+        if part.residuals.reduced is None:
+            return part
+        by_layer = to_layers(part.residuals.reduced, self.adapter_widths)
+        return part._replace(residuals=part.residuals._replace(reduced=by_layer))
+
+    def _part(self, leaf: Any) -> Any:
+        if not leaf.ndim:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((self.num_layers, *leaf.shape[1:]), leaf.dtype)
+        return leaf[self.layers]
+
+    def send(self, activation: jax.Array) -> jax.Array:
+        """Bring activations [M, S, hidden], or their gradient, from a neighbour's devices to this stage's."""
+        return jax.device_put(activation, named_sharding(self.distribution.mesh, ACTIVATION_AXES))
+
+    def abstract_activation(self, batch: Batch) -> jax.ShapeDtypeStruct:
+        """Describe the activations between stages."""
+        model = self.distribution.model
+        shape = (*batch.tokens.shape[1:], model.config.hidden_size)
+        sharding = named_sharding(self.distribution.mesh, ACTIVATION_AXES)
+        return jax.ShapeDtypeStruct(shape, model.dtype, sharding=sharding)
+
+    def abstract_place(self) -> Place:
+        """Describe a Place."""
+        return Place(*[self.everywhere(jnp.int32)] * 3)
+
+    def everywhere(self, dtype: Any) -> jax.ShapeDtypeStruct:
+        """Describe a number that all devices of the stage have."""
+        sharding = NamedSharding(self.distribution.mesh, EVERYWHERE)
+        return jax.ShapeDtypeStruct((), dtype, sharding=sharding)
+
+    def run(
+        self,
+        adapters: nnx.State,
+        frozen: nnx.State,
+        batch: Batch,
+        place: Place,
+        inputs: jax.Array | None,
+        options: ForwardOptions,
+        dropout_seed: int | None,
+    ) -> jax.Array:
+        """Compute one micro-batch of batch [A, M, S]: what the layers return, or in the last stage the loss."""
+        micro_batch = Batch(*(lax.dynamic_index_in_dim(array, place.micro_batch, keepdims=False) for array in batch))
+        distribution = self.distribution
+        rows = batch.tokens.shape[1]
+        keys = row_keys(dropout_seed, place.step, place.micro_batch, distribution.group.first_row(rows), rows)
+        model = nnx.merge(self._graph, frozen, adapters)
+        compute = loss_sum if self.is_last else hidden_states
+        return compute(
+            model,
+            micro_batch,
+            options,
+            keys,
+            distribution.placement,
+            inputs=inputs,
+            first_layer=place.first_layer,
+        )
+
+    @cached_property
+    def _graph(self) -> nnx.GraphDef:
+        return split(self.distribution.model)[0]
+
+    def compile_forward(self, options: ForwardOptions, dropout_seed: int | None, batch: Batch) -> jax.stages.Compiled:
+        """Compile (adapters, frozen, batch, place, inputs) -> activations, or in the last stage the summed loss."""
+        distribution = self.distribution
+
+        def forward(adapters: nnx.State, frozen: nnx.State, batch: Batch, place: Place, inputs: Any) -> jax.Array:
+            out = self.run(adapters, frozen, batch, place, inputs, options, dropout_seed)
+            return distribution.group.total(out) if self.is_last else out
+
+        out_spec = EVERYWHERE if self.is_last else partition_spec(ACTIVATION_AXES)
+        return distribution.compile(forward, self.arguments(batch), out_spec)
+
+    def arguments(self, batch: Batch) -> tuple[Any, ...]:
+        """Describe what the forward program takes."""
+        distribution = self.distribution
+        return (
+            distribution.abstract_adapters(),
+            distribution.abstract_frozen(),
+            distribution.abstract_batch(batch),
+            self.abstract_place(),
+            None if self.is_first else self.abstract_activation(batch),
+        )
+
+    def abstract_gradients(self) -> nnx.State:
+        """Describe the sums of gradients, float32 [replicas, ...]: each replica's own, until they are exchanged."""
+        mesh = self.distribution.mesh
+
+        def of_array(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(mesh, PartitionSpec("data", *leaf.sharding.spec))
+            return jax.ShapeDtypeStruct((mesh.shape["data"], *leaf.shape), leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(of_array, self.distribution.abstract_adapters())
+
+
+class PipelineState(NamedTuple):
+    """The training state of every stage: its own adapters and their optimizer state, and the same counters."""
+
+    stages: tuple[TrainState, ...]
+
+    @property
+    def adapters(self) -> tuple[nnx.State, ...]:
+        """The adapters of every stage."""
+        return tuple(state.adapters for state in self.stages)
+
+
+class StagePrograms:
+    """What a stage runs in training, compiled. The first argument of each is used up, but for `forward`.
+
+    Attributes:
+        forward: see `Stage.compile_forward`; the last stage has none.
+        backward: (gradients, adapters, frozen, batch, place, inputs, cotangent) -> (gradients, gradient of the inputs,
+            loss). It computes the forward pass again. The cotangent is that of the activations; in the last stage, what
+            the loss is multiplied by. Before the last stage the loss is 0.
+        exchange: (gradients, residuals, scale) -> (gradients, new residuals, squared norm), gradients over `scale`.
+        update: (state, gradients, residuals, norm, finite) -> (state, learning rate).
+    """
+
+    def __init__(self, stage: Stage, recipe: Recipe, whole: TrainState, batch: Batch):
+        """Compile the programs; `whole`, the stage's part, and `batch` give shapes."""
+        self.stage, self._recipe = stage, recipe
+        distribution = stage.distribution
+        self._state = jax.tree.map(lambda spread: spread.abstract(), distribution.state(whole))
+        self._gradients = stage.abstract_gradients()
+        self.forward = None if stage.is_last else stage.compile_forward(recipe.options, recipe.dropout_seed, batch)
+        self.backward = self._compile_backward(batch)
+        self.activation_bytes = _device_bytes(stage.abstract_activation(batch))
+        self.exchange = self._compile_exchange()
+        self.update = self._compile_update()
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._gradients)
+        self.zeros = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._gradients),
+            out_shardings=shardings,
+        )
+
+    def _compile_backward(self, batch: Batch) -> jax.stages.Compiled:
+        stage, recipe = self.stage, self._recipe
+
+        def backward(
+            gradients: nnx.State,
+            adapters: nnx.State,
+            frozen: nnx.State,
+            batch: Batch,
+            place: Place,
+            inputs: Any,
+            cotangent: jax.Array,
+        ) -> tuple[nnx.State, Any, jax.Array]:
+            def run(adapters: nnx.State, inputs: Any) -> jax.Array:
+                return stage.run(adapters, frozen, batch, place, inputs, recipe.options, recipe.dropout_seed)
+
+            out, pull_back = jax.vjp(run, adapters, inputs)
+            gradient, d_inputs = pull_back(cotangent)
+            gradients = jax.tree.map(lambda total, term: total + term[None], gradients, gradient)
+            loss = stage.distribution.group.total(out) if stage.is_last else jnp.float32(0)
+            return gradients, d_inputs, loss
+
+        arguments = self.stage.arguments(batch)
+        cotangent = stage.everywhere(jnp.float32) if stage.is_last else stage.abstract_activation(batch)
+        out_specs = (specs_of(self._gradients), specs_of(arguments[-1]), EVERYWHERE)
+        return stage.distribution.compile(backward, (self._gradients, *arguments, cotangent), out_specs, donated=(0,))
+
+    def _compile_exchange(self) -> jax.stages.Compiled:
+        group = self.stage.distribution.group
+
+        def exchange(gradients: nnx.State, residuals: Any, scale: jax.Array) -> tuple[nnx.State, Any, jax.Array]:
+            own = jax.tree.map(lambda g: g[0] / scale, gradients)
+            total, residuals = group.exchange(own, residuals)
+            return total, residuals, group.squared_norm(total)
+
+        arguments = (self._gradients, self._state.residuals, self.stage.everywhere(jnp.float32))
+        out_specs = (specs_of(self._state.adapters), specs_of(self._state.residuals), EVERYWHERE)
+        return self.stage.distribution.compile(exchange, arguments, out_specs, donated=(0,))
+
+    def _compile_update(self) -> jax.stages.Compiled:
+        recipe = self._recipe
+
+        def update(
+            state: TrainState, gradients: nnx.State, residuals: Any, norm: jax.Array, finite: jax.Array
+        ) -> tuple[TrainState, jax.Array]:
+            rate = jnp.asarray(recipe.schedule(state.updates), jnp.float32)
+            new = updated(recipe.optimizer, state, gradients, residuals, norm, finite, recipe.max_grad_norm)
+            return new, rate
+
+        stage = self.stage
+        numbers = (stage.everywhere(jnp.float32), stage.everywhere(jnp.bool_))
+        arguments = (self._state, self._state.adapters, self._state.residuals, *numbers)
+        out_specs = (specs_of(self._state), EVERYWHERE)
+        return stage.distribution.compile(update, arguments, out_specs, donated=(0,))
+
+    def planned_memory(self, activations: int) -> int:
+        """Return the bytes that training needs of each of the stage's devices, with so many activations there at once.
+
+        What the stage holds all the time, and of its programs the most that one needs beside its arguments.
+        """
+        held = (self.stage.distribution.abstract_frozen(), self._state, self._gradients)
+        programs = (self.forward, self.backward, self.exchange, self.update)
+        rest = max(_beside_arguments(memory(program)) for program in programs if program is not None)
+        return sum(map(_device_bytes, jax.tree.leaves(held))) + activations * self.activation_bytes + rest
+
+
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _beside_arguments(plan: MemoryPlan) -> int:
+    return plan.temporaries + plan.outputs - plan.aliased
