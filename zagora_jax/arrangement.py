@@ -51,7 +51,7 @@ class CompiledEvaluation(Protocol):
     """A forward pass with its loss that runs."""
 
     def __call__(self, adapters: Any, frozen: nnx.State, batch: Batch) -> tuple[jax.Array, Any]:
-        """Return the loss summed over supervised tokens, and their number."""
+        """Return the loss summed over supervised tokens, and the sum of their weights."""
 
 
 class Arrangement(Protocol):

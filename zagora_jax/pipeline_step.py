@@ -60,9 +60,9 @@ class PipelineStep:
         self, state: PipelineState, frozen: nnx.State, batch: Batch
     ) -> tuple[PipelineState, Mapping[str, Any]]:
         """Take the step; `batch` is on the host. The state is used up."""
-        supervised = np.float32(batch.weights.sum())
+        weight = np.float32(batch.weights.sum()) or np.float32(1)
         scale, step = self._scale_and_step(state)
-        factor = np.float32(scale / max(supervised, np.float32(1)))
+        factor = np.float32(scale / weight)
         flows = self._begin(state, frozen, batch, factor)
         losses = [self._dispatch(task, flows, step) for task in self._order]
         exchanged = [
@@ -70,8 +70,7 @@ class PipelineStep:
             for flow, own in zip(flows, state.stages, strict=True)
         ]
         norm = np.sqrt(sum(jax.device_get([squares for _, _, squares in exchanged]), np.float32(0)))
-        loss = np.float32(sum(jax.device_get([loss for loss in losses if loss is not None]), np.float32(0)))
-        loss /= max(supervised, np.float32(1))
+        loss = sum(jax.device_get([loss for loss in losses if loss is not None]), np.float32(0)) / weight
         finite = np.bool_(np.isfinite(norm) and np.isfinite(loss))
         updates = [
             program.update(own, gradients, residuals, norm, finite)
@@ -82,7 +81,7 @@ class PipelineStep:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": updates[-1][1],
-            "supervised_tokens": supervised,
+            "supervised_tokens": np.float32(np.count_nonzero(batch.weights)),
             "finite": finite,
             "idle": np.float32(idle_share(work)),
         }
@@ -181,7 +180,7 @@ class PipelineEvaluation:
             self._programs = list(map(self._compile, self._stages))
 
     def __call__(self, adapters: tuple[nnx.State, ...], frozen: nnx.State, batch: Batch) -> tuple[Any, np.float32]:
-        """Return the loss summed over supervised tokens, and their number."""
+        """Return the loss summed over supervised tokens, and the sum of their weights."""
         self._follow()
         batches = [stage.distribution.put_batch(batch) for stage in self._stages]
         own_frozen = self._pipeline.frozen_of_stages(frozen)
