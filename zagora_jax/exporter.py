@@ -21,6 +21,7 @@ from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapt
 from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import ExportConfig, TrainConfig
 from zagora_jax.config_file import load_config
+from zagora_jax.end_tokens import CONFIGS, corrected
 from zagora_jax.errors import UserError
 from zagora_jax.model_card import adapter_card, merged_card
 from zagora_jax.reporting.progress import Reporter
@@ -189,7 +190,9 @@ def _write_merged(
         report = merge.write(directory, count.advance)
     for name, data in source.checkpoint.assets.items():
         _write(directory / name, data)
-    _write(directory / "config.json", _config_json(source.checkpoint, config.dtype))
+    for name in CONFIGS:
+        if name in source.checkpoint.assets:
+            _write(directory / name, _configuration(name, source, config.dtype, reporter))
     checks = _describe(report, config)
     _write(directory / "README.md", merged_card(source.base_name, source.adapter, weights, checks).encode())
     return report, checks
@@ -215,14 +218,17 @@ def _updates(source: _Source) -> dict[str, Update]:
     return updates
 
 
-def _config_json(checkpoint: Checkpoint, dtype: str | None) -> bytes:
-    """Return the source's config.json, byte for byte where no field has to change."""
-    source = checkpoint.assets["config.json"]
-    content = parse_json_object(source, f"{checkpoint.path}: config.json")
+def _configuration(name: str, source: _Source, dtype: str | None, reporter: Reporter) -> bytes:
+    """Return the source's config.json or generation_config.json, byte for byte where no field has to change."""
+    checkpoint = source.checkpoint
+    content = parse_json_object(checkpoint.assets[name], f"{checkpoint.path}: {name}")
     changed = {key: value for key, value in content.items() if key != "quantization_config"}
-    if dtype is not None:  # older versions of transformers say torch_dtype, newer ones dtype
+    for key, value in corrected(content, source.base.tokenizer(), f"{checkpoint.path}: {name}").items():
+        reporter.say(f"{name}: {key} {content.get(key)} -> {value}, as in training")
+        changed[key] = value
+    if name == "config.json" and dtype is not None:  # older versions of transformers say torch_dtype, newer ones dtype
         changed |= dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in content] or ["torch_dtype"], dtype)
-    return source if changed == content else (json.dumps(changed, indent=2) + "\n").encode()
+    return checkpoint.assets[name] if changed == content else (json.dumps(changed, indent=2) + "\n").encode()
 
 
 def _describe(report: MergeReport, config: ExportConfig) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from flax import nnx
 from models.cache import KVCache
 from models.llama import Llama
 from models.parameters import split
-from zagora_jax.base import BaseModel, open_base
-from zagora_jax.checkpoints.json_files import parse_json_object
+from zagora_jax.base import open_base
+from zagora_jax.end_tokens import end_tokens
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
 from zagora_jax.tuned import open_tuned
@@ -63,20 +63,6 @@ def open_generator(model: str, step: int | None = None) -> "Generator":
 def default_dtype() -> str:
     """Return the dtype that is fastest here: float32 on a CPU, bfloat16 elsewhere."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def end_tokens(base: BaseModel) -> frozenset[int]:
-    """Return the ids that end a generation: the tokenizer's EOS, and what the model's configurations list."""
-    assert base.checkpoint is not None  # synthetic models have no tokenizer
-    ids = {base.tokenizer().eos_token_id}
-    for name in ("config.json", "generation_config.json"):
-        source = f"{base.checkpoint.path / name}"
-        listed = parse_json_object(base.checkpoint.assets.get(name, b"{}"), source).get("eos_token_id")
-        listed = listed if isinstance(listed, list) else [listed]
-        if not all(token is None or type(token) is int for token in listed):
-            raise UserError(f"{source}: eos_token_id: expected a whole number or a list of them, found {listed}")
-        ids.update(listed)
-    return frozenset(token for token in ids if token is not None)
 
 
 class Generator:

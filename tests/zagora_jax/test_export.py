@@ -328,3 +328,14 @@ def test_an_export_of_weights_that_were_quantised_already_adds_to_their_dequanti
     merged = transformers_logits(tmp_path / "original", TOKENS)
     assert np.abs(merged - theirs).max() <= 2e-4 * np.abs(theirs).max()
     assert load(tmp_path / "original").keys() == load(source).keys()
+
+
+def test_the_ends_that_training_taught_are_written_down(tmp_path):
+    """The chat template ends turns with another token than the tokenizer's EOS, and the configuration knows neither."""
+    model = tiny_llama(tmp_path / "model", eos_token_id=[5, 6])
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": "<|endoftext|>"}))
+    (model / "generation_config.json").write_text('{"eos_token_id": 256}')
+    export(ExportConfig(run=make_run(tmp_path / "run", model, targets=["q_proj"]), to=tmp_path / "out"))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [256, 258]

@@ -38,6 +38,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase":
     }
     config = _read_json(files, "tokenizer_config.json", checkpoint)
     config = {key: value for key, value in config.items() if key not in ("auto_map", "tokenizer_class")}
+    if config.get("chat_template") is None:  # where older processors of transformers keep it; chat_template.jinja wins
+        config["chat_template"] = _read_json(files, "chat_template.json", checkpoint).get("chat_template")
     if "tokenizer.json" not in files:
         if "tokenizer.model" not in files:
             raise UserError(

@@ -17,7 +17,7 @@ What the template puts before the answer (a role header, an empty reasoning bloc
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -134,21 +134,27 @@ def render_conversation(conversation: Conversation, tokenizer: PreTrainedTokeniz
     """Renders turns with the tokenizer's chat template and finds what the assistant wrote."""
     template = _Template(tokenizer, conversation.tools, location)
     turns = conversation.turns
+    template.require_keys({"tools"} if conversation.tools else set(), *(turn.extra.keys() - {"name"} for turn in turns))
     if template.marks_generations:
         text, marks = template.render(turns, marks=True)
         spans = _marked_spans(text, marks, turns, tokenizer, template)
     else:
         text, _ = template.render(turns)
-        # A probe can stand for a text, not for calls of tools or reasoning that the template lays out.
-        laid_out = any(turn.role == "assistant" and turn.extra.keys() - {"name"} for turn in turns)
-        found = None if laid_out else _spans_around_probes(text, turns, template)
-        spans = found or _spans_after_prompts(text, turns, tokenizer, template)
-    learned = [turn for turn in turns if _is_learned(turn)]
-    return Rendered(text, tuple(Span(*span, turn.weight) for span, turn in zip(spans, learned, strict=True)), chat=True)
+        spans = _spans_around_probes(text, turns, template)
+        for index in range(len(turns)):
+            if _is_learned(turns[index]) and index not in spans:
+                spans[index] = _span_after_prompt(text, turns, index, tokenizer, template)
+    learned = (index for index, turn in enumerate(turns) if _is_learned(turn))
+    return Rendered(text, tuple(Span(*spans[index], turns[index].weight) for index in learned), chat=True)
 
 
 def _is_learned(turn: Turn) -> bool:
     return turn.role == "assistant" and turn.weight > 0
+
+
+def _is_laid_out(turn: Turn) -> bool:
+    """Whether the template lays out more than a text, such as calls of tools."""
+    return not turn.extra.keys() <= {"name"}
 
 
 class _Template:
@@ -189,80 +195,81 @@ class _Template:
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
+    def require_keys(self, *groups: Set[str]) -> None:
+        """Refuses what the template would leave out of the text in silence.
+
+        A template names the keys that it reads; the id of a call is for a program to match, and many leave it out.
+        """
+        for key in sorted(set().union(*groups) - {"tool_call_id"}):
+            if key not in self._source:
+                raise self.error(f"knows no {key}, which the row has; take it out of the row, or use another model")
+
     def error(self, what: str) -> UserError:
         return UserError(f"{self._location}: the chat template of {name_of(self._tokenizer)} {what}")
 
 
-def _spans_around_probes(text: str, turns: Sequence[Turn], template: _Template) -> list[tuple[int, int]] | None:
-    """The answers' spans, if `text` is the conversation with probes for answers, each probe replaced by its answer."""
-    answers = [turn.content for turn in turns if _is_learned(turn)]
-    with_probes = [replace(turn, content=PROBE) if _is_learned(turn) else turn for turn in turns]
+def _spans_around_probes(text: str, turns: Sequence[Turn], template: _Template) -> dict[int, tuple[int, int]]:
+    """The spans of answers that are a text, by turn; empty unless probes in their place show where they stand.
+
+    They do if `text` is the conversation with probes for answers, each probe replaced by its answer.
+    """
+    probed = [index for index, turn in enumerate(turns) if _is_learned(turn) and not _is_laid_out(turn)]
+    with_probes = [replace(turn, content=PROBE) if index in probed else turn for index, turn in enumerate(turns)]
     first, *others = template.render(with_probes)[0].split(PROBE)
-    if len(others) != len(answers) or not text.startswith(first):
-        return None
-    spans = []
+    if not probed or len(others) != len(probed) or not text.startswith(first):
+        return {}
+    spans = {}
     position = len(first)
-    for answer, following in zip(answers, others, strict=True):
+    for index, following in zip(probed, others, strict=True):
+        answer = turns[index].content
         written = next((form for form in (answer, answer.strip()) if text.startswith(form + following, position)), None)
         if written is None:
-            return None
-        spans.append((position, position + len(written)))
+            return {}
+        spans[index] = (position, position + len(written))
         position += len(written) + len(following)
-    lead = _lead(first, turns, template)
-    return [(start - len(lead) if text.endswith(lead, 0, start) else start, end) for start, end in spans]
+    lead = _lead(first, turns[: probed[0]], template)
+    return {
+        index: (start - len(lead) if text.endswith(lead, 0, start) else start, end)
+        for index, (start, end) in spans.items()
+    }
 
 
-def _lead(header: str, turns: Sequence[Turn], template: _Template) -> str:
+def _lead(header: str, before: Sequence[Turn], template: _Template) -> str:
     """White space that the template puts between prompt and answer, which the model has to write.
 
-    `header` is the text before the first answer. Without a turn before that, there is no prompt to compare with.
+    `header` is the text before an answer, `before` the turns in it. Without any, there is no prompt to compare with.
     """
-    first_answer = next((index for index, turn in enumerate(turns) if _is_learned(turn)), 0)
-    if not first_answer:
+    if not before:
         return ""
-    lead = header.removeprefix(template.render(turns[:first_answer], prompt=True)[0])
+    lead = header.removeprefix(template.render(before, prompt=True)[0])
     return "" if lead.strip() else lead
 
 
-def _spans_after_prompts(
-    text: str, turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, template: _Template
-) -> list[tuple[int, int]]:
-    """The answers' spans, each where the rendering of the turns before it, and the assistant's header, ends.
+def _span_after_prompt(
+    text: str, turns: Sequence[Turn], index: int, tokenizer: PreTrainedTokenizerBase, template: _Template
+) -> tuple[int, int]:
+    """The span of the answer at `index`, where the rendering of the turns before it and its header ends.
 
     This finds answers that the template renders by their content, such as a reasoning block that it takes apart, and
     calls of tools, which it lays out itself.
     """
-    spans = []
-    for index, turn in enumerate(turns):
-        if not _is_learned(turn):
-            continue
-        prompt = template.render(turns[:index], prompt=True)[0] if index else ""
-        has_header = index > 0 and prompt != template.render(turns[:index])[0]
-        end = None
-        if has_header and text.startswith(prompt):
-            if turn.extra.keys() - {"name"}:
-                end = _end_of_turn(text, len(prompt), template.render(turns[: index + 1])[0], tokenizer)
-            elif text[len(prompt) :].lstrip().startswith(turn.content.strip()):
-                end = text.index(turn.content.strip(), len(prompt)) + len(turn.content.strip())
-        if end is None:
-            raise template.error(
-                f"does not render turn {index + 1} (assistant) as it was written, so its tokens cannot be told apart "
-                "(templates that drop earlier reasoning do this); change the row, give the turn the weight 0, or add "
-                "{% generation %} marks to the template"
-            )
-        spans.append((len(prompt), end))
-    return spans
-
-
-def _end_of_turn(text: str, start: int, so_far: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Where the turn ends that `so_far`, the beginning of `text`, ends with; None if it is not a beginning of it."""
-    body = so_far.rstrip()
-    if not text.startswith(body):
-        return None
-    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    closing = max((token for token in added if body.endswith(token)), key=len, default="")
-    end = len(body.removesuffix(closing).rstrip())
-    return end if end > start else None
+    prompt = template.render(turns[:index], prompt=True)[0] if index else ""
+    has_header = index > 0 and prompt != template.render(turns[:index])[0]
+    if has_header and text.startswith(prompt):
+        start, answer = len(prompt), turns[index].content.strip()
+        if _is_laid_out(turns[index]):
+            # It ends where the first special token stands that does not begin it.
+            special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+            ends = (text.find(token, start + 1) for token in special)
+            if end := min((end for end in ends if end > 0), default=0):
+                return start, start + len(text[start:end].rstrip())
+        elif text[start:].lstrip().startswith(answer):
+            return start, text.index(answer, start) + len(answer)
+    raise template.error(
+        f"does not render turn {index + 1} (assistant) as it was written, so its tokens cannot be told apart "
+        "(templates that drop earlier reasoning do this); change the row, give the turn the weight 0, or add "
+        "{% generation %} marks to the template"
+    )
 
 
 def _marked_spans(
@@ -271,20 +278,19 @@ def _marked_spans(
     turns: Sequence[Turn],
     tokenizer: PreTrainedTokenizerBase,
     template: _Template,
-) -> list[tuple[int, int]]:
-    """The marked spans of the answers that are learned, without the end tokens that they may hold."""
-    answers = [turn for turn in turns if turn.role == "assistant"]
+) -> dict[int, tuple[int, int]]:
+    """The marked spans by turn, without the end tokens that they may hold."""
+    answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     if len(marks) != len(answers):
         raise template.error(f"marks {len(marks)} generations, expected {len(answers)}, one for each assistant turn")
-    spans = []
+    spans = {}
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    for number, ((start, end), turn) in enumerate(zip(marks, answers, strict=True), start=1):
-        body, answer = text[start:end].rstrip(), turn.content.strip()
+    for number, ((start, end), index) in enumerate(zip(marks, answers, strict=True), start=1):
+        body, answer = text[start:end].rstrip(), turns[index].content.strip()
         if not (answer and body.endswith(answer)):
             closing = max((token for token in added if body.endswith(token)), key=len, default="")
             body = body.removesuffix(closing)
-        if CALLS not in turn.extra and not body.rstrip().endswith(answer):
+        if CALLS not in turns[index].extra and not body.rstrip().endswith(answer):
             raise template.error(f"does not mark assistant turn {number} as it was written")
-        if _is_learned(turn):
-            spans.append((start, start + len(body)))
+        spans[index] = (start, start + len(body))
     return spans

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from zagora_jax.data.chat import Rendered, name_of
-from zagora_jax.data.rows import TokenRow
+from zagora_jax.data.chat import Rendered, name_of, render
+from zagora_jax.data.rows import Conversation, TokenRow
 from zagora_jax.data.sources import Location
+from zagora_jax.data.turns import Turn
 from zagora_jax.errors import UserError
 
 
@@ -135,6 +136,19 @@ class Encoder:
             tokens = np.append(tokens, np.int32(self._end))
             weights = np.append(weights, np.float32(weight))
         return tokens, weights
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that training teaches to end an answer with in a chat; None without a template that has one."""
+    if not tokenizer.chat_template:
+        return None
+    exchange = Conversation((Turn("user", "Hi"), Turn("assistant", "Hello")))
+    place = Location("an exchange of two turns", 1, "row")
+    try:
+        [(tokens, weights)] = Encoder(tokenizer, 2**16).encode([render(exchange, tokenizer, place)], [place])
+    except UserError:
+        return None
+    return int(tokens[np.flatnonzero(weights)[-1]])
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:

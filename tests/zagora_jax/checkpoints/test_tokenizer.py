@@ -196,6 +196,9 @@ def test_code_that_a_tokenizer_names_is_not_run(tmp_path):
 
 def test_chat_templates_are_found_in_every_place(tmp_path):
     folder = write_folder(tmp_path)
+    word_level(folder)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ 'processor' }}"}))
+    assert load(folder).apply_chat_template(CHAT, tokenize=False) == "processor"
     word_level(folder, chat_template="{{ 'config' }}")
     assert load(folder).apply_chat_template(CHAT, tokenize=False) == "config"
     (folder / "chat_template.jinja").write_text("{{ 'file' }}")

@@ -189,3 +189,27 @@ def test_weights_of_rows_without_turns(tokenizer):
     assert render(PlainText("abc", 0.0), tokenizer, HERE).spans == ()
     rendered = render(Completion("a", "b", 2.0), with_template(tokenizer, kinds.CHATML), HERE)
     assert [span.weight for span in rendered.spans] == [2.0]
+
+
+def test_calls_are_found_where_the_last_turn_is_rendered_unlike_earlier_ones(tokenizer):
+    """As Qwen3 does: rendered so far, a call stands behind an empty reasoning block; in the whole it does not."""
+    thought = "{% if loop.last and message.role == 'assistant' %}{{ '\n<think>\n\n</think>\n' }}{% endif %}"
+    template = kinds.TOOLS.replace("{% if message.content %}", thought + "{% if message.content %}")
+    rendered = render(Conversation(WITH_TOOLS[:4], (TOOL,)), with_template(tokenizer, template), HERE)
+    assert [text.partition(":")[0] for text in learned(rendered)] == [
+        'Let me look.\n<tool_call>\n{"name"',
+        "It is 21.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("turns", "tools", "key"),
+    [
+        ((*WITH_TOOLS[:1], Turn("assistant", "a")), (TOOL,), "tools"),
+        (WITH_TOOLS, (), "tool_calls"),
+        ((Turn("user", "a"), Turn("assistant", "b", extra={"reasoning_content": "c"})), (), "reasoning_content"),
+    ],
+)
+def test_what_a_template_would_leave_out_is_refused(tokenizer, turns, tools, key):
+    with pytest.raises(UserError, match=f"the chat template of tiny-byte-level knows no {key}, which the row has"):
+        render(Conversation(turns, tools), with_template(tokenizer, kinds.CHATML), HERE)
