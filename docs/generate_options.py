@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from zagora_jax.command_line import places_of
 from zagora_jax.config import COMMANDS, CommandConfig
 from zagora_jax.options import options_of
 
@@ -11,7 +12,7 @@ INTRODUCTION = """\
 <!-- Written by docs/generate_options.py from zagora_jax/config.py; change those. -->
 # Options
 
-`train` and `preview` read their options from a YAML file, from the command line, or from both:
+`train`, `check` and `preview` read their options from a YAML file, from the command line, or from both:
 
     python -m zagora_jax.train CONFIG.yaml --lora.rank 32 --data rows.jsonl,more.jsonl --packing
 
@@ -33,7 +34,7 @@ def options_page() -> str:
 
 
 def _section(command: type[CommandConfig]) -> str:
-    place = command.positional.upper() if command.positional else "[CONFIG.yaml]"
+    place = places_of(command)
     base = command.__base__
     inherited = set(base.model_fields) if base is not None and issubclass(base, CommandConfig) else set()
     rows = [

@@ -43,18 +43,34 @@ def parse(config_class: type[C], arguments: Sequence[str]) -> C:
         raise SystemExit(0)
     options = options_of(config_class)
     positionals, texts = _split(arguments, options)
-    if config_class.positional and positionals:
-        name = config_class.positional
+    given: dict[str, Given] = {}
+    if positionals and _is_file(config_class, positionals[0]):
+        given = read_file(config_class, Path(positionals.pop(0)))
+    for name in (config_class.positional,) if config_class.positional else config_class.shorthand:
+        if not positionals:
+            break
         if name in texts:
             raise UserError(f"{COMMAND_LINE}: {name} is given twice: {positionals[0]} and {texts[name]}")
         texts[name] = positionals.pop(0)
-    given: dict[str, Given] = {}
-    if positionals and not config_class.positional:
-        given = read_file(config_class, Path(positionals.pop(0)))
     if positionals:
         raise UserError(f"{COMMAND_LINE}: unexpected argument {positionals[0]}; options are written --name value")
     given |= {name: Given(_read(options[name], text), COMMAND_LINE) for name, text in texts.items()}
     return build(config_class, given)
+
+
+def _is_file(config_class: type[CommandConfig], argument: str) -> bool:
+    """Whether the first argument without a name is the YAML file."""
+    if config_class.shorthand:
+        return argument.endswith((".yaml", ".yml"))
+    return not config_class.positional
+
+
+def places_of(config_class: type[CommandConfig]) -> str:
+    """What stands behind a command without a name, as its usage shows it."""
+    if config_class.positional:
+        return config_class.positional.upper()
+    shorthand = " ".join(name.upper() for name in config_class.shorthand)
+    return f"[CONFIG.yaml | {shorthand}]" if shorthand else "[CONFIG.yaml]"
 
 
 def _split(arguments: Sequence[str], options: Mapping[str, Option]) -> tuple[list[str], dict[str, str]]:
@@ -119,7 +135,7 @@ def _read(option: Option, text: str) -> object:
 
 def help_text(config_class: type[CommandConfig]) -> str:
     """Lay out the options of a command under their headings."""
-    place = config_class.positional.upper() if config_class.positional else "[CONFIG.yaml]"
+    place = places_of(config_class)
     parser = argparse.ArgumentParser(
         usage=f"python -m zagora_jax.{config_class.command} {place} [--option value ...]",
         description=config_class.__doc__,

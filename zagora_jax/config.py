@@ -49,6 +49,8 @@ class CommandConfig(Options):
     command: ClassVar[str]
     # The field that is given by its place on the command line. Without one, that place is a YAML file's.
     positional: ClassVar[str | None] = None
+    # The fields, first to last, that can be given by their places instead of in that file.
+    shorthand: ClassVar[tuple[str, ...]] = ()
     # The option that each heading of the help stands above.
     headings: ClassVar[dict[str, str]] = {}
 
@@ -328,6 +330,18 @@ class PreviewConfig(TrainConfig):
     colour: Literal["auto", "always", "never"] = Field(
         default="auto", description="Colour supervised tokens: auto (on a terminal), always or never."
     )
+    as_json: bool = Field(default=False, alias="json", description="Print one JSON object instead.")
+
+
+class CheckConfig(TrainConfig):
+    """Find what is wrong with a training before a device is used. Takes every option of train."""
+
+    command = "check"
+    shorthand = ("model", "data")
+    headings = {**TrainConfig.headings, "rows": "Check"}
+
+    rows: int = Field(default=2000, ge=0, description="Rows of each source to read at most; 0: all.")
+    as_json: bool = Field(default=False, alias="json", description="Print one JSON object instead.")
 
 
 class ConfigureConfig(CommandConfig):
@@ -481,6 +495,7 @@ class GenerateConfig(CommandConfig):
 
 COMMANDS: tuple[type[CommandConfig], ...] = (
     TrainConfig,
+    CheckConfig,
     PreviewConfig,
     ConfigureConfig,
     ExportConfig,

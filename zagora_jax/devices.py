@@ -67,19 +67,41 @@ def choose_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None
         UserError: more devices are asked for than there are, or they cannot be shared out evenly.
     """
     devices = jax.devices() if devices is None else devices
+    names = ", ".join(f"{device.platform}:{device.id}" for device in devices)
+    sizes = mesh_sizes(config, len(devices), names)
+    return make_mesh(sizes, devices[: math.prod(sizes.values())])
+
+
+def mesh_sizes(config: TrainConfig, count: int, names: str) -> dict[str, int]:
+    """Return the sizes of the mesh's axes on `count` devices, which are called `names` in errors.
+
+    Raises:
+        UserError: more devices are asked for than there are, or they cannot be shared out evenly.
+    """
     sizes = {axis: size for axis in AXES if (size := getattr(config.mesh, axis, None)) is not None}
     asked = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
     product = math.prod(sizes.values())
-    if product > len(devices):
-        names = ", ".join(f"{device.platform}:{device.id}" for device in devices)
-        raise UserError(f"{asked}: needs {product} devices, but there are {len(devices)}: {names}")
+    if product > count:
+        raise UserError(f"{asked}: needs {product} devices, but there are {count}: {names}")
     filled = {"replicas": "data", "layerwise": "stage"}.get(config.strategy, "fsdp")
     if sizes.get("stage", 1) > 1 and filled != "stage":
         raise UserError(f"--mesh.stage {sizes['stage']}: stages are for --strategy layerwise")
     if filled not in sizes:
-        if len(devices) % product:
+        if count % product:
             raise UserError(
-                f"{asked}: {len(devices)} devices cannot be shared out evenly over {filled}; give --mesh.{filled} too"
+                f"{asked}: {count} devices cannot be shared out evenly over {filled}; give --mesh.{filled} too"
             )
-        sizes[filled] = len(devices) // product
-    return make_mesh(sizes, devices[: math.prod(sizes.values())])
+        sizes[filled] = count // product
+    return sizes
+
+
+def installed_gpus() -> list[int]:
+    """Return the bytes of memory of each NVIDIA GPU that is visible here, without using any."""
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        totals = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
+    except pynvml.NVMLError:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return totals if visible is None else totals[: len([name for name in visible.split(",") if name.strip()])]

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from zagora_jax.config import COMMANDS, ExportConfig, GenerateConfig, LoraConfig, PreviewConfig, TrainConfig
+from zagora_jax.config import (
+    COMMANDS,
+    CheckConfig,
+    ExportConfig,
+    GenerateConfig,
+    LoraConfig,
+    PreviewConfig,
+    TrainConfig,
+)
 from zagora_jax.options import options_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -97,8 +105,9 @@ def test_a_configuration_never_changes():
         train_config().epochs = 2  # type: ignore[misc]
 
 
-def test_preview_takes_what_train_takes():
-    assert set(options_of(PreviewConfig)) == set(options_of(TrainConfig)) | {"rows", "colour"}
+def test_check_and_preview_take_what_train_takes():
+    assert set(options_of(PreviewConfig)) == set(options_of(TrainConfig)) | {"rows", "colour", "json"}
+    assert set(options_of(CheckConfig)) == set(options_of(TrainConfig)) | {"rows", "json"}
 
 
 def test_merge_options_belong_to_merged_exports():

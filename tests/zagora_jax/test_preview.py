@@ -78,6 +78,13 @@ def test_command(tmp_path):
     assert expected in result.stdout
     assert "1 of 2 rows" in result.stdout
     assert f"rows left out, no supervised token: 1 ({data}, line 2)" in result.stdout
+    result = subprocess.run([*command, "--rows", "1", "--json"], capture_output=True, text=True, check=True)
+    content = json.loads(result.stdout)
+    [[row]] = [sequence["rows"] for sequence in content["sequences"]]
+    assert row["location"] == {"file": str(data), "number": 1, "unit": "line"}
+    assert row["text"][1] == {"supervised": True, "text": "Arda.<|im_end|>"}
+    assert sum(weight > 0 for weight in row["weights"]) == content["statistics"]["supervised_tokens"]
+    assert content["statistics"]["unsupervised"]["count"] == 1
     data.write_text("[]")
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2

@@ -72,6 +72,12 @@ def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.name_or_path or "the tokenizer"
 
 
+def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a chat template of the tokenizer tells by itself what the assistant wrote."""
+    templates = tokenizer.chat_template or ""
+    return any(map(GENERATION_MARK.search, templates.values() if isinstance(templates, dict) else [templates]))
+
+
 def render(form: Form, tokenizer: PreTrainedTokenizerBase, location: Location) -> Rendered:
     """Renders one row as the table above says.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain, groupby, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -70,16 +70,46 @@ def show(batches: Batches, tokenizer: PreTrainedTokenizerBase, count: int, conso
     colours = console.is_terminal
     supervised = Text("coloured" if colours else "[[between brackets]]", SUPERVISED_STYLES[0] if colours else "")
     console.print(Text("Supervised tokens are "), supervised, Text(": the model learns to write them."), sep="")
-    sequences = chain.from_iterable(map(batches.rows_of_step, range(batches.steps_per_epoch(0))))
-    for number, rows in enumerate(islice(sequences, count), start=1):
+    for number, rows in enumerate(islice(_sequences(batches), count), start=1):
         _show_sequence(number, [batches.examples[row] for row in rows], batches.width, tokenizer, console)
     console.rule()
     steps_per_epoch, sequences_per_epoch = batches.steps_per_epoch(0), batches.sequences_per_epoch(0)
-    filled = len(batches.examples.tokens) / (sequences_per_epoch * batches.width)
+    lengths = batches.examples.lengths
+    tokens = sum(int(lengths[rows].sum()) for rows in _sequences(batches))
+    filled = tokens / (sequences_per_epoch * batches.width)
     console.print(
         f"sequences of {batches.width:,} tokens: {sequences_per_epoch:,} an epoch, {filled:.1%} filled with rows"
     )
     console.print(f"optimizer steps: {steps_per_epoch:,} an epoch")
+
+
+def to_json(batches: Batches, tokenizer: PreTrainedTokenizerBase, count: int) -> dict[str, Any]:
+    """The same for a program: the sequences with their rows, each in runs of text of equal weight."""
+    return {
+        "sequences": [
+            {"width": batches.width, "rows": [_row_json(batches.examples[row], tokenizer) for row in rows]}
+            for rows in islice(_sequences(batches), count)
+        ],
+        "sequences_per_epoch": batches.sequences_per_epoch(0),
+        "steps_per_epoch": batches.steps_per_epoch(0),
+    }
+
+
+def _row_json(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "location": example.location._asdict(),
+        "tokens": example.tokens.tolist(),
+        "weights": example.weights.tolist(),
+        "text": [
+            {"supervised": supervised, "text": "".join(piece.text for piece in run)}
+            for supervised, run in groupby(pieces(example, tokenizer), key=lambda piece: piece.supervised)
+        ],
+    }
+
+
+def _sequences(batches: Batches) -> Iterator[np.ndarray]:
+    """The rows of each sequence of the first epoch."""
+    return chain.from_iterable(map(batches.rows_of_step, range(batches.steps_per_epoch(0))))
 
 
 def _show_sequence(
