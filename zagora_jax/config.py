@@ -34,6 +34,7 @@ Numbers = Annotated[
     Field(min_length=1),
     BeforeValidator(_to_list, json_schema_input_type=float | list[float]),
 ]
+Quantization = Literal["nf4", "hqq", "int8", "none"]
 FloatType = Literal["bfloat16", "float16", "float32"]
 
 
@@ -136,11 +137,12 @@ class TrainConfig(CommandConfig):
         description="The base model: a Hugging Face directory, a hub id, a Llama GGUF file, or synthetic:NAME "
         "(random weights of a known size, such as synthetic:llama-3-8b?layers=4) for plans and benchmarks.",
     )
-    quantization: Literal["nf4", "none"] = Field(
+    quantization: Quantization = Field(
         default="nf4",
-        description="How the frozen weights are held: nf4 (4 bits, double quantisation) or none (not quantised). With "
-        "nf4, a checkpoint that bitsandbytes has quantised already keeps its own numbers: nf4 or fp4, also those "
-        "without double quantisation.",
+        description="How the frozen weights are held: nf4 (4 bits, double quantisation), hqq (4 bits with zero points, "
+        "fitted: a little more exact and larger), int8 (8 bits) or none (in the type of computation). With nf4, a "
+        "checkpoint that bitsandbytes has quantised already keeps its own numbers: nf4 or fp4, also those without "
+        "double quantisation.",
     )
     lora: LoraConfig = LoraConfig()
 
@@ -364,7 +366,7 @@ class ConfigureConfig(CommandConfig):
         description="In place of model_size: a Hugging Face directory (its config.json suffices), a hub id, a GGUF "
         "file, or synthetic:NAME.",
     )
-    quantization: Literal["nf4", "none"] = Field(default="nf4", description="As of train.")
+    quantization: Quantization = Field(default="nf4", description="As of train.")
     lora: LoraConfig = LoraConfig()
 
     gpu: str | None = Field(

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.quantization import fp4, nf4
+from models.quantization import fp4, hqq, int8, nf4
 from models.quantization.fp4 import FP4Tensor
+from models.quantization.hqq import HQQTensor
+from models.quantization.int8 import Int8Tensor
 from models.quantization.nf4 import NF4Tensor
 
-StoredWeight = jax.Array | NF4Tensor
+StoredWeight = jax.Array | NF4Tensor | HQQTensor | Int8Tensor
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Format:
 
 FORMATS: dict[str, Format] = {
     "nf4": Format(nf4.abstract, nf4.axes, nf4.quantize),
+    "hqq": Format(hqq.abstract, hqq.axes, hqq.quantize),
+    "int8": Format(int8.abstract, int8.axes, int8.quantize),
     "nf4-single": Format(
         functools.partial(nf4.abstract, double=False), functools.partial(nf4.axes, double=False), None
     ),
@@ -42,7 +46,12 @@ FORMATS: dict[str, Format] = {
         functools.partial(fp4.abstract, double=False), functools.partial(fp4.axes, double=False), None
     ),
 }
-_DEQUANTIZE: dict[type, Callable[..., jax.Array]] = {NF4Tensor: nf4.dequantize, FP4Tensor: fp4.dequantize}
+_DEQUANTIZE: dict[type, Callable[..., jax.Array]] = {
+    NF4Tensor: nf4.dequantize,
+    FP4Tensor: fp4.dequantize,
+    HQQTensor: hqq.dequantize,
+    Int8Tensor: int8.dequantize,
+}
 
 
 def abstract(quantization: str, shape: tuple[int, int], stack: tuple[int, ...], dtype: jnp.dtype) -> Any:
@@ -81,3 +90,9 @@ def dequantize(stored: StoredWeight, dtype: jnp.dtype) -> jax.Array:
     if isinstance(stored, jax.Array):
         return stored.astype(dtype)
     return _DEQUANTIZE[type(stored)](stored, dtype)
+
+
+def bits_per_parameter(quantization: str, shape: tuple[int, int], dtype: jnp.dtype) -> float:
+    """Return the bits that each weight of a matrix of `shape` takes, scales included; `dtype` is for "none"."""
+    leaves = jax.tree.leaves(abstract(quantization, shape, (), dtype))
+    return 8 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / (shape[0] * shape[1])

@@ -44,17 +44,26 @@ class Subject(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory):
-    """Odd sizes: a vocabulary that no device count divides, layers that none does; dropout; packed rows."""
-    folder = oracles.tiny_llama(tmp_path_factory.mktemp("model") / "m", num_hidden_layers=3, vocab_size=323)
-    lora = LoraConfig(rank=4, alpha=8, dropout=0.1)
-    base = open_base(str(folder), quantization="nf4", dtype="float32", lora=lora)
+def folder(tmp_path_factory):
+    """Odd sizes: a vocabulary that no device count divides, layers that none does."""
+    return oracles.tiny_llama(tmp_path_factory.mktemp("model") / "m", num_hidden_layers=3, vocab_size=323)
+
+
+def subject_of(folder, quantization, targets="all-linear"):
+    """A model in a format, with dropout and packed rows."""
+    lora = LoraConfig(rank=4, alpha=8, dropout=0.1, targets=targets)
+    base = open_base(str(folder), quantization=quantization, dtype="float32", lora=lora)
     graph, _, declared = split(base.model)
     drawn = [oracles.random_batch(seed, (2, 24, 40), packed=True) for seed in range(STEPS)]
     batches = [Batch(*(np.array(getattr(batch, name)) for name in Batch._fields)) for batch in drawn]
     batches[-1].weights[1] = 0  # a short last window: nothing in its second micro-batch, nor in many rows
     batches[-1].weights[0, 5:] = 0
     return Subject(base, graph, base.load(), initial_adapter(declared, seed=0), batches)
+
+
+@pytest.fixture(scope="module")
+def subject(folder):
+    return subject_of(folder, "nf4")
 
 
 def parts(subject, optimizer):
@@ -105,7 +114,6 @@ def furthest(state, other):
 
 
 MESHES = [
-    ("adamw", {"fsdp": 3}),
     ("adamw_8bit", {"fsdp": 4}),
     ("adamw", {"data": 2, "fsdp": 4}),
 ]
@@ -118,6 +126,15 @@ def test_a_mesh_trains_as_one_device_does(subject, optimizer, sizes):
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     # Adam divides by the gradient's own size, so an element whose gradient is near zero can move by up to the learning
     # rate, 1e-3 a step, whatever rounding makes of its sign; the others agree far better.
+    assert furthest(state, one) < 1e-4
+
+
+@pytest.mark.parametrize(("quantization", "sizes"), [("hqq", {"fsdp": 3}), ("int8", {"data": 2, "fsdp": 2})], ids=str)
+def test_so_it_does_in_every_format(folder, quantization, sizes):
+    subject = subject_of(folder, quantization, ["q_proj", "down_proj"])
+    expected, one = alone(subject, "adamw")
+    found, state = spread(subject, "adamw", sizes)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     assert furthest(state, one) < 1e-4
 
 

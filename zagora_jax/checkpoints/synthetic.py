@@ -14,7 +14,7 @@ from flax import nnx
 
 from models.llama import Llama
 from models.parameters import Frozen, Path, by_path
-from models.quantization import nf4
+from models.quantization import is_quantized, nf4, quantize
 from models.quantization.nf4 import NF4Tensor
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, is_stacked
@@ -50,28 +50,31 @@ def synthetic_frozen(model: Llama, seed: int, destination: Destination = ONE_DEV
     for (path, variable), key in zip(declared.items(), jax.random.split(root, len(declared)), strict=True):
         stored = variable.get_value()
         if is_stacked(path):
-            value = _draw_stack(stored, path, key, destination)
+            value = _draw_stack(stored, path, key, model.quantization, destination)
         else:
-            value = destination.whole(path, _draw(stored, path, key))
+            value = destination.whole(path, _draw(stored, path, key, model.quantization))
         drawn.append((path, variable.replace(value)))
     return nnx.from_flat_state(drawn)
 
 
-def _draw_stack(declared: Any, path: Path, key: jax.Array, destination: Destination) -> Any:
+def _draw_stack(declared: Any, path: Path, key: jax.Array, quantization: str, destination: Destination) -> Any:
     stack = destination.empty(path, declared)
     layers = jax.tree.leaves(declared)[0].shape[0]
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), declared)
     for layer, layer_key in enumerate(jax.random.split(key, layers)):
-        value = jax.tree.map(lambda leaf: leaf[0], _draw(one, path, layer_key))
+        value = jax.tree.map(lambda leaf: leaf[0], _draw(one, path, layer_key, quantization))
         stack = destination.set_layer(path, stack, value, layer)
     return stack
 
 
-def _draw(declared: Any, path: Path, key: jax.Array) -> Any:
+def _draw(declared: Any, path: Path, key: jax.Array, quantization: str) -> Any:
     if "norm" in path[-2]:
         return jnp.ones(declared.shape, declared.dtype)
     if isinstance(declared, NF4Tensor):
         return _draw_nf4(declared, key)
+    if is_quantized(declared):
+        weight = _draw_normal(key, declared.shape, jnp.dtype(jnp.float32))
+        return jax.tree.map(lambda leaf: leaf[None], quantize(quantization, weight))
     return _draw_normal(key, declared.shape, declared.dtype)
 
 
