@@ -11,7 +11,7 @@ from flax import nnx
 from models import quantization as formats
 from models.lora import LoRA, LoRAConfig
 from models.parameters import Frozen
-from models.placement import Fetch
+from models.placement import Fetch, Placement
 from models.quantization import StoredWeight, dequantize
 
 
@@ -58,27 +58,43 @@ class Linear(nnx.Module):
         quantization: str,
         dtype: jnp.dtype,
         stack: tuple[int, ...],
+        axes: tuple[str, str] = ("out", "hidden"),
     ):
-        """Declare the weights [*stack, out, in]; `stack` is () for one layer, (L,) for L layers on a leading axis."""
+        """Declare the weights [*stack, out, in].
+
+        Args:
+            in_features: columns of the matrix.
+            out_features: rows of the matrix.
+            bias: whether there is one.
+            quantization: how the matrix is stored, see `models.quantization`.
+            dtype: of plain arrays.
+            stack: () for one layer, (L,) for L layers on a leading axis.
+            axes: the logical axes of the matrix. Only "hidden" is never cut as an input.
+        """
         shape, stack_axes = (out_features, in_features), ("layers",) * len(stack)
         self.weight = Frozen(
-            formats.abstract(quantization, shape, stack, dtype), axes=formats.axes(quantization, shape, stack_axes)
+            formats.abstract(quantization, shape, stack, dtype),
+            axes=formats.axes(quantization, shape, stack_axes, axes),
+            matrix_axes=axes,
         )
         self.bias = (
-            Frozen(jax.ShapeDtypeStruct((*stack, out_features), dtype), axes=(*stack_axes, "out")) if bias else None
+            Frozen(jax.ShapeDtypeStruct((*stack, out_features), dtype), axes=(*stack_axes, axes[0])) if bias else None
         )
         self.adapter: LoRA | None = None
-        self.in_features, self.out_features, self.stack = in_features, out_features, stack
+        self.in_features, self.out_features, self.stack, self.axes = in_features, out_features, stack, axes
 
     def add_adapter(self, config: LoRAConfig, stream: int) -> None:
         """Declare an adapter beside the frozen weight."""
-        self.adapter = nnx.data(LoRA(self.in_features, self.out_features, config, self.stack, stream))
+        self.adapter = nnx.data(LoRA(self.in_features, self.out_features, config, self.stack, stream, self.axes))
 
-    def __call__(self, x: jax.Array, fetch: Fetch, dropout_keys: jax.Array | None) -> jax.Array:
-        """Apply to x [..., in]; the result [..., out] has x's dtype."""
-        y = frozen_matmul(x, self.weight.get_value(), fetch)
-        if self.bias is not None:
-            y = y + self.bias[...].astype(y.dtype)
+    def __call__(self, x: jax.Array, placement: Placement, dropout_keys: jax.Array | None) -> jax.Array:
+        """Apply to x [..., in]; the result [..., out] has x's dtype. Where a device has a part, so have both."""
+        out_axis, in_axis = self.axes
+        y = frozen_matmul(x, self.weight.get_value(), placement.fetch)
         if self.adapter is not None:
-            y = y + self.adapter(x, fetch, dropout_keys)
+            y = y + self.adapter(x, placement, dropout_keys)
+        if in_axis != "hidden":
+            y = placement.leave(y)
+        if self.bias is not None:
+            y = y + placement.part(self.bias[...], out_axis, 0).astype(y.dtype)
         return y

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -30,7 +29,7 @@ from models.layer_kinds import LayerKind, LayerKinds
 from models.linear import Linear
 from models.lora import LoRAConfig
 from models.parameters import Frozen, split
-from models.placement import LOCAL, Fetch, Placement, identity
+from models.placement import LOCAL, Placement
 from models.remat import LAYER_INPUT, scan_layers
 from models.rope import apply_rope, rope_tables
 from models.vocabulary import look_up
@@ -47,7 +46,7 @@ class LayerContext:
     cos: jax.Array  # [B, S, D/2]
     sin: jax.Array  # [B, S, D/2]
     attend: Attend
-    fetch: Fetch
+    placement: Placement
     dropout_keys: jax.Array | None
 
 
@@ -88,18 +87,20 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: ModelConfig, linear: Callable[..., Linear], stack: tuple[int, ...]):
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         if config.fused:
-            self.qkv_proj = linear(config.hidden_size, heads + 2 * kv_heads, bias=config.qkv_bias)
+            joint = heads + 2 * kv_heads
+            self.qkv_proj = linear(config.hidden_size, joint, bias=config.qkv_bias, axes=("qkv", "hidden"))
         else:
-            self.q_proj = linear(config.hidden_size, heads, bias=config.qkv_bias)
-            self.k_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
-            self.v_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias)
-        self.o_proj = linear(heads, config.hidden_size, bias=config.o_bias)
+            self.q_proj = linear(config.hidden_size, heads, bias=config.qkv_bias, axes=("heads", "hidden"))
+            self.k_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias, axes=("kv_heads", "hidden"))
+            self.v_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias, axes=("kv_heads", "hidden"))
+        self.o_proj = linear(heads, config.hidden_size, bias=config.o_bias, axes=("hidden", "heads"))
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, stack) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, stack) if config.qk_norm else None
-        self.head_dim, self.widths = config.head_dim, (heads, kv_heads, kv_heads)
+        self.head_dim, self.group = config.head_dim, config.num_heads // config.num_kv_heads
 
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Any]:
         """Attend from x [B, S, hidden]; returns the same shape and what `attend` keeps."""
+        x = context.placement.enter(x)
         q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in self._project(x, context))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -107,37 +108,40 @@ class SelfAttention(nnx.Module):
         k = checkpoint_name(apply_rope(k, context.cos, context.sin), "key")  # [B, S, KV, D]
         v = checkpoint_name(v, "value")  # [B, S, KV, D]
         out, kept = context.attend(q, k, v)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1), context.fetch, context.dropout_keys), kept
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), context.placement, context.dropout_keys), kept
 
     def _project(self, x: jax.Array, context: LayerContext) -> Sequence[jax.Array]:
         """Return queries, keys and values [B, S, heads * D]."""
         if hasattr(self, "qkv_proj"):
-            joint = self.qkv_proj(x, context.fetch, context.dropout_keys)
-            return jnp.split(joint, np.cumsum(self.widths)[:-1], axis=-1)
+            joint = self.qkv_proj(x, context.placement, context.dropout_keys)
+            kv = joint.shape[-1] // (self.group + 2)
+            return jnp.split(joint, (self.group * kv, (self.group + 1) * kv), axis=-1)
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        return [projection(x, context.fetch, context.dropout_keys) for projection in projections]
+        return [projection(x, context.placement, context.dropout_keys) for projection in projections]
 
 
 class MLP(nnx.Module):
     """The SwiGLU feed-forward block (arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, linear: Callable[..., Linear]):
+        hidden, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         if config.fused:
-            self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+            self.gate_up_proj = linear(hidden, 2 * ffn, bias=bias, axes=("gate_up", "hidden"))
         else:
-            self.gate_proj = linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-            self.up_proj = linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+            self.gate_proj = linear(hidden, ffn, bias=bias, axes=("ffn", "hidden"))
+            self.up_proj = linear(hidden, ffn, bias=bias, axes=("ffn", "hidden"))
+        self.down_proj = linear(ffn, hidden, bias=bias, axes=("hidden", "ffn"))
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         """Apply to x [B, S, hidden]."""
+        x = context.placement.enter(x)
         if hasattr(self, "gate_up_proj"):
-            gate, up = jnp.split(self.gate_up_proj(x, context.fetch, context.dropout_keys), 2, axis=-1)
+            gate, up = jnp.split(self.gate_up_proj(x, context.placement, context.dropout_keys), 2, axis=-1)
         else:
-            gate = self.gate_proj(x, context.fetch, context.dropout_keys)
-            up = self.up_proj(x, context.fetch, context.dropout_keys)
+            gate = self.gate_proj(x, context.placement, context.dropout_keys)
+            up = self.up_proj(x, context.placement, context.dropout_keys)
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        return self.down_proj(jax.nn.silu(gate) * up, context.fetch, context.dropout_keys)
+        return self.down_proj(jax.nn.silu(gate) * up, context.placement, context.dropout_keys)
 
 
 class DecoderLayer(nnx.Module):
@@ -248,7 +252,7 @@ class Llama(nnx.Module):
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
                 return attention(q, k, v, segment_ids=segment_ids, kernel=kernel, window=kind.window), None
 
-            return LayerContext(*kind.rotation(*tables), attend, placement.fetch, dropout_keys)
+            return LayerContext(*kind.rotation(*tables), attend, placement, dropout_keys)
 
         x = self._embed(tokens, placement) if inputs is None else inputs
         x, _ = self._run(x, context_of, None, remat, offload, placement, residuals, first_layer)
@@ -287,7 +291,7 @@ class Llama(nnx.Module):
                 extended = layer_cache.write(k, v, slot)
                 return decode_attention(q, extended.keys, extended.values, seen), extended
 
-            return LayerContext(*kind.rotation(*tables), attend, identity, dropout_keys=None)
+            return LayerContext(*kind.rotation(*tables), attend, LOCAL, dropout_keys=None)
 
         return self._run(self._embed(tokens, LOCAL), context_of, cache, "none", False, LOCAL, None)
 

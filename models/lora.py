@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.parameters import Adapter, Path, by_path
-from models.placement import Fetch
+from models.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,37 @@ class LoRAConfig:
 class LoRA(nnx.Module):
     """The update scale * B A x of one linear layer; A [r, in] and B [out, r] are float32."""
 
-    def __init__(self, in_features: int, out_features: int, config: LoRAConfig, stack: tuple[int, ...], stream: int):
-        """Declare the adapter; `stream` separates its dropout from that of the layer's other adapters."""
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        config: LoRAConfig,
+        stack: tuple[int, ...],
+        stream: int,
+        axes: tuple[str, str] = ("out", "hidden"),
+    ):
+        """Declare the adapter of a matrix with the logical axes `axes`.
+
+        `stream` separates its dropout from that of the layer's other adapters.
+        """
         stack_axes = ("layers",) * len(stack)
+        self.out_axis, self.in_axis = axes
         shape_a, shape_b = (*stack, config.rank, in_features), (*stack, out_features, config.rank)
-        self.lora_A = Adapter(jax.ShapeDtypeStruct(shape_a, jnp.float32), axes=(*stack_axes, "rank", "in"))
-        self.lora_B = Adapter(jax.ShapeDtypeStruct(shape_b, jnp.float32), axes=(*stack_axes, "out", "rank"))
+        self.lora_A = Adapter(jax.ShapeDtypeStruct(shape_a, jnp.float32), axes=(*stack_axes, "rank", self.in_axis))
+        self.lora_B = Adapter(jax.ShapeDtypeStruct(shape_b, jnp.float32), axes=(*stack_axes, self.out_axis, "rank"))
+        self.in_features = in_features
         self.scale = config.scale
         self.dropout = config.dropout
         self.stream = stream
 
-    def __call__(self, x: jax.Array, fetch: Fetch, dropout_keys: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, placement: Placement, dropout_keys: jax.Array | None) -> jax.Array:
         """Return the update for x [B, ..., in] as [B, ..., out] in x's dtype; no keys [B] means no dropout."""
         if dropout_keys is not None and self.dropout > 0:
-            x = jnp.where(self._keep(dropout_keys, x.shape[1:]), x / (1 - self.dropout), 0)
-        a, b = (self._fetched(weight, fetch, x.dtype) for weight in (self.lora_A, self.lora_B))
+            # Drawn for the whole width, so that what is dropped does not depend on how it is cut.
+            keep = self._keep(dropout_keys, (*x.shape[1:-1], self.in_features))
+            x = jnp.where(placement.part(keep, self.in_axis, -1), x / (1 - self.dropout), 0)
+        a = placement.part(self._fetched(self.lora_A, placement, x.dtype), self.in_axis, 1)
+        b = placement.part(self._fetched(self.lora_B, placement, x.dtype), self.out_axis, 0)
         low = jnp.einsum("...i,ri->...r", x, a)  # [..., r]
         return jnp.einsum("...r,or->...o", low, b * jnp.asarray(self.scale, x.dtype))
 
@@ -61,9 +77,9 @@ class LoRA(nnx.Module):
         return jax.vmap(draw)(dropout_keys)
 
     @staticmethod
-    def _fetched(weight: Adapter, fetch: Fetch, dtype: jnp.dtype) -> jax.Array:
+    def _fetched(weight: Adapter, placement: Placement, dtype: jnp.dtype) -> jax.Array:
         # Cast before fetching: what travels between devices has the dtype of computation.
-        return fetch(jax.tree.map(lambda leaf: leaf.astype(dtype), weight.get_value()))
+        return placement.fetch(jax.tree.map(lambda leaf: leaf.astype(dtype), weight.get_value()))
 
 
 def initial_adapter(adapters: nnx.State, seed: int) -> nnx.State:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import jax
+
 from models.vocabulary import WHOLE_VOCABULARY, Vocabulary
 
 Parameters = TypeVar("Parameters")
@@ -16,6 +18,11 @@ Fetch = Callable[[Parameters], Parameters]
 def identity(parameters: Parameters) -> Parameters:
     """Return `parameters` as they are: everything is on the device already."""
     return parameters
+
+
+def whole(array: jax.Array, name: str, axis: int) -> jax.Array:
+    """Return an array as it is: the device computes with all of it."""
+    return array
 
 
 def as_they_are(adapters: Any, residuals: Any) -> Any:
@@ -32,11 +39,19 @@ class Placement:
         vocabulary: reaches the rows of the embedding and of the head.
         adapters: called on all adapter parameters of a layer before it runs, with the layer's slice of the residuals
             of compressed gradient exchanges (None without such).
+        part: called on an array that is whole, with the name of a logical axis and its place in the array's shape:
+            returns what this device computes with, padded with zeros. A frozen matrix is fetched as a part already.
+        enter: called on the input of layers that are cut along their output; each device's gradient for it is one term
+            of a sum, so backwards the terms are added up.
+        leave: called on the result of a layer that is cut along its input, one term of a sum: adds up the terms.
     """
 
     fetch: Fetch = identity
     vocabulary: Vocabulary = WHOLE_VOCABULARY
     adapters: Callable[[Any, Any], Any] = as_they_are
+    part: Callable[[jax.Array, str, int], jax.Array] = whole
+    enter: Callable[[jax.Array], jax.Array] = identity
+    leave: Callable[[jax.Array], jax.Array] = identity
 
 
 LOCAL = Placement()

@@ -9,20 +9,21 @@ import jax.numpy as jnp
 class Vocabulary(Protocol):
     """The rows of a table [V, D] that this device holds, and the group of devices that hold the others.
 
-    The devices of a group work on different tokens; `gather` and `scatter_sum` are each other's transposes.
+    `gather`, `scatter_sum` and `own` go over those devices of the group that work on different tokens ("peers" below);
+    several devices may work on the same ones.
     """
 
     def words(self, rows: int) -> jax.Array:
         """Return int32 [rows], the word of each row that this device holds; -1 for a row of padding."""
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Join the group's arrays [t, ...] along the first axis, in the group's order: [group * t, ...]."""
+        """Join the peers' arrays [t, ...] along the first axis, in their order: [peers * t, ...]."""
 
     def scatter_sum(self, x: jax.Array) -> jax.Array:
-        """Sum the group's arrays [group * t, ...], and return this device's part [t, ...]."""
+        """Sum the group's arrays [peers * t, ...], and return the part of this device's tokens [t, ...]."""
 
     def own(self, x: jax.Array) -> jax.Array:
-        """Return this device's part [t, ...] of an array [group * t, ...] that is the same on the whole group."""
+        """Return the part [t, ...] of this device's tokens of an array [peers * t, ...] that the whole group has."""
 
     def maximum(self, x: jax.Array) -> jax.Array:
         """Return the elementwise maximum over the group."""
@@ -57,7 +58,7 @@ def look_up(table: jax.Array, tokens: jax.Array, vocabulary: Vocabulary) -> jax.
     if isinstance(vocabulary, WholeVocabulary):
         return jnp.take(table, tokens, axis=0)
     words = vocabulary.words(table.shape[0])
-    wanted = vocabulary.gather(tokens)  # [group * B, S]
+    wanted = vocabulary.gather(tokens)  # [peers * B, S]
     row = wanted - words[0]
     here = (row >= 0) & (row < table.shape[0])
     rows = jnp.where(here[..., None], jnp.take(table, row, axis=0, mode="clip"), 0)

@@ -9,14 +9,14 @@ XLA copies the whole stack, transposed (9 GiB for 70B).
 import dataclasses
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["shape"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["shape", "axes"])
 @dataclasses.dataclass(frozen=True)
 class FlatShard:
     """An array in flat form; `shape` is that of one layer's array, before flattening.
@@ -24,10 +24,12 @@ class FlatShard:
     Attributes:
         array: [*stack, padded], of which a device under shard_map sees [*stack, padded / devices].
         shape: the shape to come back to.
+        axes: the mesh axes whose devices hold the pieces.
     """
 
     array: jax.Array
     shape: tuple[int, ...]
+    axes: tuple[str, ...] = ("fsdp",)
 
 
 def padded_size(shape: tuple[int, ...], multiple: int) -> int:
@@ -35,21 +37,13 @@ def padded_size(shape: tuple[int, ...], multiple: int) -> int:
     return -(-math.prod(shape) // multiple) * multiple
 
 
-def flatten(array: jax.Array, stack_ndim: int, multiple: int) -> FlatShard:
-    """Flatten an array behind its first `stack_ndim` axes and pad it with zeros to a multiple of `multiple`."""
-    stack, shape = array.shape[:stack_ndim], array.shape[stack_ndim:]
-    flat = array.reshape(*stack, math.prod(shape))
-    padding = padded_size(shape, multiple) - flat.shape[-1]
-    return FlatShard(jnp.pad(flat, [(0, 0)] * stack_ndim + [(0, padding)]), shape)
-
-
 def unflatten(flat: FlatShard) -> jax.Array:
-    """Undo `flatten`, for whole arrays."""
+    """Bring whole arrays back to their shape."""
     stack = flat.array.shape[:-1]
     return flat.array[..., : math.prod(flat.shape)].reshape(*stack, *flat.shape)
 
 
-def gather(parameters: Any, axis: str) -> Any:
+def gather(parameters: Any) -> Any:
     """Bring the FlatShards in a pytree of one layer's parameters together; other leaves stay as they are.
 
     Under shard_map. Its transpose scatters the sum of the devices' gradients back to the shards.
@@ -58,7 +52,7 @@ def gather(parameters: Any, axis: str) -> Any:
     def whole(leaf: Any) -> Any:
         if not _is_flat(leaf):
             return leaf
-        return unflatten(FlatShard(lax.all_gather(leaf.array, axis, tiled=True), leaf.shape))
+        return unflatten(replace(leaf, array=lax.all_gather(leaf.array, leaf.axes, tiled=True)))
 
     return jax.tree.map(whole, parameters, is_leaf=_is_flat)
 
@@ -72,7 +66,7 @@ def clothed(tree: Any, like: Any) -> Any:
     """Undo `bare`: wrap the arrays that stand where `like` has FlatShards."""
 
     def wrap(leaf: Any, array: jax.Array) -> Any:
-        return FlatShard(array, leaf.shape) if _is_flat(leaf) else array
+        return replace(leaf, array=array) if _is_flat(leaf) else array
 
     return jax.tree.map(wrap, like, tree, is_leaf=_is_flat)
 

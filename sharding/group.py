@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 from sharding.compression import Compression, ErrorFeedback, all_reduce
 from sharding.flat import FlatShard, unflatten
-from sharding.mesh import ROW_AXES
+from sharding.mesh import ROW_AXES, SHARD_AXES
 from sharding.overlap import Exchange, ExchangeErrors, exchange_in_backward
 
 
@@ -18,7 +18,7 @@ class Residuals(NamedTuple):
     """What compressed exchanges of gradients have rounded off so far; a row a device, so [1, ...] under shard_map.
 
     Attributes:
-        scattered: [devices, L, n], of the sums over "fsdp" in each layer's backward pass; None without such.
+        scattered: [devices, L, n], of the sums over the shards in each layer's backward pass; None without such.
         reduced: of the sums over "data", once an optimizer step; None without such.
     """
 
@@ -67,7 +67,7 @@ ALONE = Alone()
 
 @dataclass(frozen=True)
 class Group:
-    """The devices of a mesh. Gradients come out of the backward pass summed over "fsdp", as shards.
+    """The devices of a mesh. Gradients come out of the backward pass summed over SHARD_AXES, as shards.
 
     Attributes:
         compression: how gradients travel between replicas.
@@ -85,7 +85,7 @@ class Group:
 
     def squared_norm(self, gradients: Any) -> jax.Array:
         """Sum the squares of the shards over the devices that hold one each."""
-        return lax.psum(sum_of_squares(gradients), "fsdp")
+        return lax.psum(sum_of_squares(gradients), SHARD_AXES)
 
     def exchange(self, gradients: Any, residuals: Residuals) -> tuple[Any, Residuals]:
         """Sum over "data"; compressed where there are residuals."""

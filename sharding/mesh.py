@@ -19,6 +19,9 @@ AXES = ("stage", "data", "fsdp", "tensor")
 # The axes that rows are spread over.
 ROW_AXES = ("data", "fsdp")
 
+# The axes that adapters, their gradients and moments, and tables of words are spread over.
+SHARD_AXES = ("fsdp", "tensor")
+
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Arrange devices in a mesh with the axes AXES; an axis that `sizes` leaves out has size 1.
@@ -46,6 +49,11 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 def rows_divisor(mesh: Mesh) -> int:
     """Return how many groups of devices share the rows of a micro-batch."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
+def shard_count(mesh: Mesh) -> int:
+    """Return over how many devices an adapter is spread."""
+    return math.prod(mesh.shape[axis] for axis in SHARD_AXES)
 
 
 def stage_mesh(mesh: Mesh, stage: int) -> Mesh:

@@ -11,11 +11,16 @@ RULES: dict[str, MeshAxes] = {
     "accumulation": None,
     "rows": ("data", "fsdp"),
     "tokens": None,
-    # Everything of a layer that is spread over fsdp lies flat: see sharding.flat.
+    # Everything of a layer that is spread lies flat (see sharding.flat): adapters and their moments, frozen parameters
+    # that devices along tensor have alike, and frozen matrices that each of them has a part of (see sharding.tensor).
     "layers": None,
-    "flat": "fsdp",
+    "flat": ("fsdp", "tensor"),
+    "flat_frozen": "fsdp",
+    "flat_parts": ("tensor", "fsdp"),
+    "part": "tensor",
+    "runs": None,
     # Embedding and head.
-    "vocab": "fsdp",
+    "vocab": ("fsdp", "tensor"),
     "hidden": None,
     # Error feedback of the gradient exchange: a residual a device.
     "devices": ("data", "fsdp", "tensor"),

@@ -1,7 +1,7 @@
 """From whole arrays to arrays spread over a mesh, and back: the form that a train step works on.
 
-Parameters of layers lie flat (`sharding.flat`), cut over "fsdp" into equal parts whatever their shape; tables of words
-are cut into equal ranges of rows; what is small (norms, biases, offsets, counters) is everywhere. A part is padded to a
+Parameters of layers lie flat (`sharding.flat`), cut into equal pieces whatever their shape; tables of words are cut
+into equal ranges of rows; what is small (norms, biases, offsets, counters) is everywhere. A piece is padded to a
 multiple of UNIT elements, so that the 8-bit optimizer's blocks of 256 are the same for every number of devices.
 """
 
@@ -13,35 +13,58 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from sharding.flat import FlatShard, padded_size, unflatten
-from sharding.rules import named_sharding
+from sharding.flat import FlatShard, padded_size
+from sharding.mesh import shard_count
+from sharding.rules import RULES, named_sharding
 
 UNIT = 256
+
+# Logical axes of what is one vector a layer, and yet too large to be everywhere.
+_LONG = ("codes", "blocks", "groups", "flat")
 
 
 class Spread:
     """How one array is spread. `axes` are the logical axes of the whole array; see RULES."""
 
-    def __init__(self, mesh: Mesh, whole: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], unit: int = UNIT):
+    def __init__(
+        self,
+        mesh: Mesh,
+        whole: jax.ShapeDtypeStruct,
+        axes: tuple[str | None, ...],
+        unit: int = UNIT,
+        flat: str = "flat",
+    ):
         """Describe the spread form of an array that `whole` describes.
 
         Args:
             mesh: the devices.
             whole: shape and dtype of the whole array.
-            axes: its logical axes; the parameters of layers begin with "layers".
-            unit: a device's part of a flat parameter is a multiple of this many elements.
+            axes: its logical axes; the parameters of layers begin with "layers", and if there is a part of them for
+                each device along tensor, with "layers", "part".
+            unit: a device's piece of a flat parameter is a multiple of this many elements.
+            flat: the logical axis that a flat parameter without parts lies along.
         """
         self.mesh, self.whole, self.axes = mesh, whole, axes
-        devices = mesh.shape["fsdp"]
-        self.flat = axes[:1] == ("layers",) and len(axes) > 1 and axes[1:] != ("hidden",) and axes[1:] != ("out",)
+        self.parts = whole.shape[1] if axes[:2] == ("layers", "part") else 1
+        self.shape = whole.shape[2:] if axes[:2] == ("layers", "part") else whole.shape[1:]
+        self.stored, self.stored_axes = whole.shape, axes
+        self.flat = axes[:1] == ("layers",) and (len(self.shape) > 1 or axes[-1] in _LONG)
         if self.flat:
-            self.stored: tuple[int, ...] = (whole.shape[0], padded_size(whole.shape[1:], devices * unit))
-            self.stored_axes: tuple[str | None, ...] = ("layers", "flat")
+            self.stored_axes = ("layers", flat if axes[1] != "part" else "flat_parts")
+            self.padded = padded_size(self.shape, math.prod(mesh.shape[axis] for axis in self.gathered) * unit)
+            self.stored = (whole.shape[0], self.parts * self.padded)
         elif axes[:1] == ("vocab",):
+            devices = shard_count(mesh)
             self.stored = (-(-whole.shape[0] // devices) * devices, *whole.shape[1:])
-            self.stored_axes = axes
-        else:
-            self.stored, self.stored_axes = whole.shape, (None,) * len(axes)
+        elif axes[:1] == ("layers",) and axes[1:2] != ("part",):
+            self.stored_axes = (None,) * len(axes)
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The mesh axes whose devices hold the pieces of a flat parameter, or of one part of it."""
+        axes = RULES[str(self.stored_axes[-1])] or ()
+        axes = (axes,) if isinstance(axes, str) else axes
+        return tuple(axis for axis in axes if axis != "tensor" or self.stored_axes[-1] != "flat_parts")
 
     @property
     def sharding(self) -> NamedSharding:
@@ -55,7 +78,7 @@ class Spread:
 
     def wrap(self, stored: Any) -> Any:
         """Put a stored array into the form that the step takes."""
-        return FlatShard(stored, self.whole.shape[1:]) if self.flat else stored
+        return FlatShard(stored, self.shape, self.gathered) if self.flat else stored
 
     def abstract(self) -> Any:
         """Return the step's form, with a ShapeDtypeStruct for the array."""
@@ -79,10 +102,13 @@ class Spread:
     ) -> Any:
         numpy = np if isinstance(array, np.ndarray) else jnp
         if self.flat:
-            array = array.reshape(*stack, -1)
-        if array.shape != stored:
-            array = numpy.pad(array, [(0, size - have) for size, have in zip(stored, array.shape, strict=True)])
-        return self.wrap(jax.device_put(array, named_sharding(self.mesh, axes)))
+            array = array.reshape(*stack, self.parts, math.prod(self.shape))
+            padding = [(0, 0)] * (array.ndim - 1) + [(0, self.padded - array.shape[-1])]
+        else:
+            padding = [(0, size - have) for size, have in zip(stored, array.shape, strict=True)]
+        if any(after for _, after in padding):
+            array = numpy.pad(array, padding)
+        return self.wrap(jax.device_put(array.reshape(stored), named_sharding(self.mesh, axes)))
 
     def zeros(self) -> Any:
         """Return the step's form, filled with zeros in place."""
@@ -92,5 +118,6 @@ class Spread:
     def whole_array(self, spread: Any) -> np.ndarray:
         """Undo `put`, on the host."""
         if self.flat:
-            return np.asarray(unflatten(jax.tree.map(np.asarray, spread)))
+            parts = np.asarray(spread.array).reshape(-1, self.parts, self.padded)
+            return parts[..., : math.prod(self.shape)].reshape(self.whole.shape)
         return np.asarray(spread)[: self.whole.shape[0]] if self.axes else np.asarray(spread)

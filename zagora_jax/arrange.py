@@ -3,6 +3,7 @@
 from jax.sharding import Mesh
 
 from models.llama import Llama
+from sharding.mesh import shard_count
 from zagora_jax.arrangement import Arrangement
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh
@@ -28,20 +29,20 @@ def _check(config: TrainConfig, mesh: Mesh) -> None:
     compression = config.gradient_compression
     if compression == "none":
         return
-    if mesh.shape["data"] * mesh.shape["fsdp"] == 1:
+    if mesh.shape["data"] * shard_count(mesh) == 1:
         raise UserError(
             f"--gradient-compression {compression}: one device has nobody to send gradients to; leave it out, or use "
             "more devices"
         )
-    if mesh.shape["fsdp"] > 1 and config.strategy == "layerwise":
+    if shard_count(mesh) > 1 and config.strategy == "layerwise":
         raise UserError(
             f"--gradient-compression {compression} with --strategy layerwise compresses what travels between replicas "
-            "of the pipeline, along --mesh.data; leave --mesh.fsdp at 1"
+            "of the pipeline, along --mesh.data; leave --mesh.fsdp and --mesh.tensor at 1"
         )
-    if mesh.shape["fsdp"] > 1 and config.compute_dtype == "float16":
+    if shard_count(mesh) > 1 and config.compute_dtype == "float16":
         raise UserError(
-            "--gradient-compression over fsdp does not go with --compute-dtype float16, whose loss scale changes "
-            "between steps while residuals keep the old one; use bfloat16, or --strategy replicas"
+            "--gradient-compression over fsdp or tensor does not go with --compute-dtype float16, whose loss scale "
+            "changes between steps while residuals keep the old one; use bfloat16, or --strategy replicas"
         )
 
 

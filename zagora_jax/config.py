@@ -99,6 +99,13 @@ class MeshConfig(Options):
     fsdp: int | None = Field(
         default=None, ge=1, description="Devices that weights, adapters and optimizer state (and rows) are spread over."
     )
+    tensor: int | None = Field(
+        default=None,
+        ge=1,
+        description="Devices that compute each layer together, with a part of its heads and feed-forward columns each; "
+        "at most the model's key/value heads. They exchange activations several times a layer: for cards with a fast "
+        "link.",
+    )
 
 
 class OffloadConfig(Options):
@@ -234,11 +241,12 @@ class TrainConfig(CommandConfig):
         default=0, ge=0, lt=2**32, description="Seed of the adapter's first weights, dropout and the row order."
     )
 
-    strategy: Literal["auto", "fsdp", "replicas", "layerwise"] = Field(
+    strategy: Literal["auto", "fsdp", "replicas", "tensor", "layerwise"] = Field(
         default="auto",
         description="What the devices that mesh leaves open are for: fsdp (each holds a part of the 4-bit weights, "
-        "which are gathered a layer at a time), replicas (each holds all of them), layerwise (each keeps its own "
-        "consecutive layers, and micro-batches flow through), or auto, which is fsdp.",
+        "which are gathered a layer at a time), replicas (each holds all of them), tensor (each computes a part of "
+        "every layer), layerwise (each keeps its own consecutive layers, and micro-batches flow through), or auto, "
+        "which is fsdp.",
     )
     mesh: MeshConfig = MeshConfig()
     stage_layers: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(

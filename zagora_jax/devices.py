@@ -83,7 +83,7 @@ def mesh_sizes(config: TrainConfig, count: int, names: str) -> dict[str, int]:
     product = math.prod(sizes.values())
     if product > count:
         raise UserError(f"{asked}: needs {product} devices, but there are {count}: {names}")
-    filled = {"replicas": "data", "layerwise": "stage"}.get(config.strategy, "fsdp")
+    filled = {"replicas": "data", "tensor": "tensor", "layerwise": "stage"}.get(config.strategy, "fsdp")
     if sizes.get("stage", 1) > 1 and filled != "stage":
         raise UserError(f"--mesh.stage {sizes['stage']}: stages are for --strategy layerwise")
     if filled not in sizes:

@@ -15,22 +15,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.llama import Llama
 from models.parameters import Adapter, Frozen, Path, by_path, split
 from models.placement import Placement
+from models.quantization import parts
+from models.quantization.parts import Segments
 from sharding.compiler import compiler_options
 from sharding.compression import Compression, ErrorFeedback
 from sharding.flat import gather
 from sharding.group import Group, Residuals, exchange_layer
-from sharding.mesh import rows_divisor
+from sharding.mesh import SHARD_AXES, rows_divisor, shard_count
 from sharding.overlap import Exchange
 from sharding.program import collectives, memory, traffic
 from sharding.rules import named_sharding
-from sharding.spread import UNIT, Spread
+from sharding.spread import Spread
 from sharding.targets import compile_for
+from sharding.tensor import Parts, enter, leave
 from sharding.vocabulary import ShardedVocabulary
 from zagora_jax.arrangement import CompiledEvaluation, Recipe
 from zagora_jax.checkpoints.load import set_layer
 from zagora_jax.data.batches import Batch
 from zagora_jax.optimizer import QuantizedMoment
 from zagora_jax.step import ForwardOptions, TrainState, make_evaluation_step, make_train_step
+from zagora_jax.tensor_parts import tensor_segments
 
 BATCH_AXES = ("accumulation", "rows", "tokens")
 
@@ -56,17 +60,27 @@ class Distribution:
 
     @property
     def scatters_compressed(self) -> bool:
-        """Whether gradients are summed over "fsdp" compressed, in each layer's backward pass."""
-        return self.compression != "none" and self.mesh.shape["fsdp"] > 1
+        """Whether gradients are summed over the shards compressed, in each layer's backward pass."""
+        return self.compression != "none" and shard_count(self.mesh) > 1
+
+    @cached_property
+    def segments(self) -> dict[str, Segments]:
+        """How each logical axis is cut over "tensor", if it is.
+
+        Raises:
+            UserError: more devices along "tensor" than key/value heads.
+        """
+        return tensor_segments(self.model.config, self.mesh.shape["tensor"])
 
     @cached_property
     def placement(self) -> Placement:
         """How the model reaches parameters on this mesh."""
-        vocabulary = ShardedVocabulary("fsdp", self.model.config.vocab_size)
-        placement = Placement(fetch=partial(gather, axis="fsdp"), vocabulary=vocabulary)
+        placement = Placement(fetch=gather, vocabulary=ShardedVocabulary(self.model.config.vocab_size))
+        if self.segments:
+            placement = replace(placement, part=Parts(self.segments).own, enter=enter, leave=leave)
         if not self.scatters_compressed:
             return placement
-        exchange = Exchange(self.compression, shards="fsdp", dtype=self.model.dtype)
+        exchange = Exchange(self.compression, shards=SHARD_AXES, dtype=self.model.dtype)
         return replace(placement, adapters=partial(exchange_layer, exchange=exchange))
 
     @cached_property
@@ -76,22 +90,39 @@ class Distribution:
 
     @cached_property
     def frozen(self) -> nnx.State:
-        """The Spread of every array of the frozen parameters."""
-        return self._spread(nnx.state(self.model, Frozen), unit=1)
+        """The Spread of every array of the frozen parameters; a matrix that is cut has a part a device along tensor."""
+
+        def of_variable(variable: nnx.Variable, cut: Callable[[Any], Any] | None) -> nnx.Variable:
+            value, axes = variable.get_value(), variable.get_metadata("axes")
+            if cut is not None:
+                value = jax.eval_shape(jax.vmap(cut), value)
+                axes = parts.axes(value, ("layers",))
+            return variable.replace(jax.tree.map(partial(Spread, self.mesh, unit=1, flat="flat_frozen"), value, axes))
+
+        declared = by_path(nnx.state(self.model, Frozen))
+        return nnx.from_flat_state([(path, of_variable(v, self._cuts[path])) for path, v in declared.items()])
 
     @cached_property
     def adapters(self) -> nnx.State:
         """The Spread of every array of the adapters."""
-        return self._spread(nnx.state(self.model, Adapter), unit=UNIT)
+        declared = by_path(nnx.state(self.model, Adapter))
 
-    def _spread(self, declared: nnx.State, unit: int) -> nnx.State:
         def of_variable(variable: nnx.Variable) -> nnx.Variable:
-            def of_array(whole: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> Spread:
-                return Spread(self.mesh, whole, axes, unit)
+            return variable.replace(Spread(self.mesh, variable.get_value(), variable.get_metadata("axes")))
 
-            return variable.replace(jax.tree.map(of_array, variable.get_value(), variable.get_metadata("axes")))
+        return nnx.from_flat_state([(path, of_variable(variable)) for path, variable in declared.items()])
 
-        return nnx.from_flat_state([(path, of_variable(variable)) for path, variable in by_path(declared).items()])
+    @cached_property
+    def _cuts(self) -> dict[Path, Callable[[Any], Any] | None]:
+        """For each frozen parameter what cuts one layer of it over "tensor", None where it stays whole."""
+
+        def of_variable(variable: nnx.Variable) -> Callable[[Any], Any] | None:
+            for axis, name in enumerate(variable.get_metadata().get("matrix_axes", ())):
+                if name in self.segments:
+                    return partial(_cut, axis=axis, segments=self.segments[name], count=self.mesh.shape["tensor"])
+            return None
+
+        return {path: of_variable(variable) for path, variable in by_path(nnx.state(self.model, Frozen)).items()}
 
     def state(self, whole: TrainState) -> TrainState:
         """Return the Spread of every array of a training state; `whole` gives shapes and dtypes."""
@@ -119,7 +150,7 @@ class Distribution:
         """The residuals of compressed exchanges: a row a device."""
         if self.compression == "none":
             return Residuals()
-        replicas, shards = self.mesh.shape["data"], self.mesh.shape["fsdp"]
+        replicas, shards = self.mesh.shape["data"], shard_count(self.mesh)
         layers, elements = self.model.config.num_layers, self._adapter_elements()
 
         def of_row(leaf: jax.ShapeDtypeStruct) -> Spread:
@@ -143,16 +174,25 @@ class Distribution:
 
     def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
         """Spread one layer's value of a frozen parameter, and put it into its stack."""
+        if (cut := self._cuts[path]) is not None:
+            value = cut(value)
         spread = jax.tree.map(lambda spread, array: spread.put_layer(array), self._frozen_by_path[path], value)
         return set_layer(stack, spread, layer)
 
     def whole(self, path: Path, value: Any) -> Any:
         """Spread a frozen parameter that is not stacked, or a whole stack."""
+        if (cut := self._cuts[path]) is not None:
+            value = jax.vmap(cut)(value)
         return jax.tree.map(lambda spread, array: spread.put(array), self._frozen_by_path[path], value)
 
     @cached_property
     def _frozen_by_path(self) -> dict[Path, Any]:
         return {path: variable.get_value() for path, variable in by_path(self.frozen).items()}
+
+    def put_frozen(self, whole: nnx.State) -> nnx.State:
+        """Spread all frozen parameters, whole stacks."""
+        values = by_path(whole)
+        return nnx.from_flat_state([(path, v.replace(self.whole(path, v.get_value()))) for path, v in values.items()])
 
     def put(self, spreads: Any, whole: Any) -> Any:
         """Spread a tree of whole arrays; each device receives its part alone."""
@@ -254,6 +294,9 @@ class Distribution:
         )
         arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
         return compile_for(self.mesh, jitted, *arguments, options=compiler_options(self.mesh))
+
+
+_cut = jax.jit(parts.cut, static_argnames=("axis", "segments", "count"))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ A format is one file here with a pytree class of one matrix's arrays (or of a st
 - `axes(stack_axes, shape)`: the logical axis names of those arrays, in the same structure;
 - `quantize(weight)`: one matrix [out, in] into its arrays; some formats are only read from checkpoints;
 - `dequantize(quantized, dtype)`: back to one matrix [out, in] of `dtype`.
+
+`models.quantization.parts` cuts matrices into parts, in whatever format they are.
 """
 
 import functools
@@ -16,13 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.quantization import fp4, hqq, int8, nf4
+from models.quantization import fp4, hqq, int8, nf4, parts
 from models.quantization.fp4 import FP4Tensor
 from models.quantization.hqq import HQQTensor
 from models.quantization.int8 import Int8Tensor
 from models.quantization.nf4 import NF4Tensor
+from models.quantization.parts import QuantizedPart
 
-StoredWeight = jax.Array | NF4Tensor | HQQTensor | Int8Tensor
+StoredWeight = jax.Array | NF4Tensor | HQQTensor | Int8Tensor | QuantizedPart
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ _DEQUANTIZE: dict[type, Callable[..., jax.Array]] = {
     FP4Tensor: fp4.dequantize,
     HQQTensor: hqq.dequantize,
     Int8Tensor: int8.dequantize,
+    QuantizedPart: parts.dequantize,
 }
 
 
@@ -61,10 +65,10 @@ def abstract(quantization: str, shape: tuple[int, int], stack: tuple[int, ...], 
     return FORMATS[quantization].abstract(shape, stack)
 
 
-def axes(quantization: str, shape: tuple[int, int], stack_axes: tuple[str, ...]) -> Any:
-    """Name the logical axes of what `abstract` describes."""
+def axes(quantization: str, shape: tuple[int, int], stack_axes: tuple[str, ...], matrix_axes: tuple[str, str]) -> Any:
+    """Name the logical axes of what `abstract` describes; `matrix_axes` are those of the matrix (out, in)."""
     if quantization == "none":
-        return (*stack_axes, "out", "in")
+        return (*stack_axes, *matrix_axes)
     return FORMATS[quantization].axes(stack_axes, shape)
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from models.linear import Linear, frozen_matmul
 from models.parameters import split
-from models.placement import identity
+from models.placement import LOCAL, identity
 from models.quantization import dequantize, nf4
 
 IN, OUT = 40, 24
@@ -75,7 +75,7 @@ def test_a_layer_of_a_stack_adds_its_own_bias(bias):
     chex.assert_shape(jax.tree.leaves(declared), [(3, OUT)] * bias + [(3, OUT, IN)])
     values = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(leaf.ndim), leaf.shape, leaf.dtype), declared)
     second = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[1], values), nnx.State({}))
-    y = second(jnp.zeros((2, IN), jnp.float32), identity, None)
+    y = second(jnp.zeros((2, IN), jnp.float32), LOCAL, None)
     chex.assert_type(y, jnp.float32)
     expected = np.asarray(values["bias"].get_value()[1], np.float32) if bias else np.zeros(OUT)
     np.testing.assert_array_equal(y, np.broadcast_to(expected, (2, OUT)))

@@ -9,7 +9,7 @@ from flax import nnx
 
 from models.lora import LoRA, LoRAConfig, initial_adapter
 from models.parameters import Adapter, by_path
-from models.placement import identity
+from models.placement import LOCAL
 
 IN, OUT, RANK = 48, 20, 4
 
@@ -31,7 +31,7 @@ def adapter(config, stream=0, seed=0):
 def test_the_update_is_the_scaled_product(use_rslora, scale, dtype):
     lora = adapter(config(use_rslora=use_rslora))
     x = jax.random.normal(jax.random.key(1), (2, 5, IN), dtype)
-    y = lora(x, identity, None)
+    y = lora(x, LOCAL, None)
     chex.assert_shape(y, (2, 5, OUT))
     chex.assert_type(y, dtype)
     expected = scale * np.asarray(x, np.float64) @ np.asarray(lora.lora_A[...]).T @ np.asarray(lora.lora_B[...]).T
@@ -79,7 +79,7 @@ def kept(lora, keys, rows=64):
     """Which inputs of ones [B, rows, IN] go through, for an adapter whose output is its input."""
     lora.lora_A.set_value(jnp.eye(IN))
     lora.lora_B.set_value(jnp.eye(IN))
-    return np.asarray(lora(jnp.ones((len(keys), rows, IN)), identity, keys)) / lora.scale
+    return np.asarray(lora(jnp.ones((len(keys), rows, IN)), LOCAL, keys)) / lora.scale
 
 
 def test_dropout_keeps_the_mean_and_draws_for_each_row_and_module():
@@ -99,4 +99,4 @@ def test_no_keys_or_no_rate_means_no_dropout():
     assert (kept(adapter(config(dropout=0.0)), keys) == 1).all()
     lora = adapter(config(dropout=0.5))
     x = jax.random.normal(jax.random.key(1), (2, 5, IN))
-    np.testing.assert_array_equal(lora(x, identity, None), adapter(config())(x, identity, None))
+    np.testing.assert_array_equal(lora(x, LOCAL, None), adapter(config())(x, LOCAL, None))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ def broken() -> Program:
         return Program("--mesh.fsdp", "4", "--remat", "none", offload=False)
 
 
-def gather_as_floats(parameters, axis):
+def gather_as_floats(parameters):
     """`sharding.flat.gather`, but what travels is as wide as a weight."""
 
     def whole(leaf):
@@ -106,8 +107,8 @@ def gather_as_floats(parameters, axis):
             return leaf
         # The sines stand for dequantisation: past them, the compiler cannot move the gather to where it is narrow.
         wide = jnp.sin(leaf.array.astype(jnp.bfloat16))
-        gathered = jnp.sin(lax.all_gather(wide, axis, tiled=True))
-        return unflatten(FlatShard(gathered.astype(leaf.array.dtype), leaf.shape))
+        gathered = jnp.sin(lax.all_gather(wide, leaf.axes, tiled=True))
+        return unflatten(replace(leaf, array=gathered.astype(leaf.array.dtype)))
 
     return jax.tree.map(whole, parameters, is_leaf=lambda leaf: isinstance(leaf, FlatShard))
 

@@ -98,7 +98,7 @@ def spread(subject, optimizer, sizes, compression="none"):
         group=distribution.group,
     )
     compiled = distribution.compile_step(step, whole, subject.batches[0])
-    state, frozen = distribution.put_state(whole), distribution.put(distribution.frozen, subject.frozen)
+    state, frozen = distribution.put_state(whole), distribution.put_frozen(subject.frozen)
     numbers = []
     for batch in subject.batches:
         state, metrics = compiled(state, frozen, distribution.put_batch(batch))
