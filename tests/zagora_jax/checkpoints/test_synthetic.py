@@ -165,7 +165,7 @@ def test_making_the_weights_takes_little_more_memory_than_they_do(quantization):
     for path, value in matrices.values():
         if is_stacked(path):  # drawn layer by layer
             value = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), value)
-        made = jax.jit(lambda key, path=path, value=value: synthetic._draw(value, path, key))
+        made = jax.jit(lambda key, path=path, value=value: synthetic._draw(value, path, key, quantization))
         memory = made.lower(jax.random.key(0)).compile().memory_analysis()
         stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
         assert stored <= memory.output_size_in_bytes <= stored + 1024
