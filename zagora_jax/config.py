@@ -260,6 +260,9 @@ class TrainConfig(CommandConfig):
     device_memory_limit: float | None = Field(
         default=None, gt=0, description="GiB of each GPU's memory that may be used at most, for all arrays together."
     )
+    plan_check: bool = Field(
+        default=True, description="Refuse a run whose compiled step needs more memory than a device has for it."
+    )
 
     output: FilePath = Field(
         default_factory=_run_of_model,

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import pynvml
@@ -38,26 +38,6 @@ def limit_memory(gib: float) -> None:
             f"--device-memory-limit {gib:g}: could not be set, found {found}. In a program, nothing may use JAX before "
             "train() is called; elsewhere, set XLA_PYTHON_CLIENT_MEM_FRACTION"
         )
-
-
-def require_memory(planned: Mapping[jax.Device, int]) -> None:
-    """Refuse a step that cannot fit, before it is run.
-
-    Args:
-        planned: bytes that the compiled step needs of each device. A CPU's memory has no limit of XLA's.
-
-    Raises:
-        UserError: a device's allocator may take less; says what to change.
-    """
-    for device, needed in planned.items():
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        if limit is not None and needed > limit:
-            raise UserError(
-                f"the step needs {needed / GIB:.2f} GiB of {device.device_kind} {device.id}, which has "
-                f"{limit / GIB:.2f} GiB for it. What takes less, from cheap to dear: --optimizer adamw_8bit, a smaller "
-                "--micro-batch-size, --offload.activations true, --remat nested, a shorter --sequence-length, a lower "
-                "--lora.rank, more devices along --mesh.fsdp"
-            )
 
 
 def choose_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -27,6 +27,7 @@ FREE_OPTIONS = {
     "remat",
     "offload",
     "device_memory_limit",
+    "plan_check",
     "strategy",  # where arrays lie changes no number but by the order of sums
     "stage_layers",  # likewise
     "mesh",  # likewise; how many rows a step has is compared with the data

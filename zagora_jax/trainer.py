@@ -22,11 +22,12 @@ from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
-from zagora_jax.devices import limit_memory, require_memory
+from zagora_jax.devices import limit_memory
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.resume import Progress, find_saved
@@ -223,7 +224,10 @@ class _Run:
         most = max(planned.values()) / GIB
         self.reporter.say(f"compiled in {time.perf_counter() - started:.1f} s; the step needs {most:.2f} GiB a device")
         self.directory.update_report({"planned_memory_gib": most})
-        require_memory(planned)
+        if config.plan_check:
+            # Sequences are no wider than the longest row needs.
+            as_run = config.model_copy(update={"sequence_length": self.batches.width})
+            require_fit(planned, as_run, self.base, self.arrangement.mesh)
         self._report_layout(compiled)
         return compiled
 

@@ -56,8 +56,7 @@ class Candidate:
     def changed(self, **settings: Any) -> "Candidate":
         """Return it with other settings; names have `__` in place of the dot."""
         named = {name.replace("__", "."): value for name, value in settings.items()}
-        together = {**self.settings, **named}
-        return replace(self, settings=together, config=train_config(_flat(self.config) | named))
+        return replace(self, settings={**self.settings, **named}, config=changed(self.config, named))
 
 
 def candidates(config: ConfigureConfig, count: int, model: str, shapes: ModelConfig) -> Iterator[Candidate]:
@@ -141,6 +140,11 @@ def train_config(settings: Settings) -> TrainConfig:
         group, _, field = name.rpartition(".")
         (nested.setdefault(group, {}) if group else nested)[field] = value
     return TrainConfig.model_validate(nested)
+
+
+def changed(config: TrainConfig, settings: Settings) -> TrainConfig:
+    """Return a configuration with other settings, by option name; checked as given ones are."""
+    return train_config({**_flat(config), **settings})
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:

@@ -31,7 +31,11 @@ _NVLINK = {
 }
 _REACHED, _REACHED_THROUGH_HOST = 0.8, 0.4
 
-NAMES = (*(f"pcie{generation}-x{lanes}" for generation in _PCIE_LANE for lanes in _LANES), "nvlink")
+NAMES = (
+    *(f"pcie{generation}" for generation in _PCIE_LANE),
+    *(f"pcie{generation}-x{lanes}" for generation in _PCIE_LANE for lanes in _LANES),
+    "nvlink",
+)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,7 @@ class Machine:
         """What a device has room for. Devices of a CPU share the host's memory."""
         if not self.is_gpu:
             return Budget(self.memory // self.count, 0, round(0.1 * self.memory / self.count))
-        context = CONTEXT + (NCCL if self.count > 1 else 0)
-        return Budget(self.memory, context, round(MARGIN * self.memory))
+        return gpu_budget(self.memory, self.count)
 
     def devices(self) -> Sequence[jax.Device]:
         """Return devices to compile for.
@@ -92,6 +91,16 @@ class Machine:
     def with_count(self, count: int) -> "Machine":
         """Return the same with another number of cards; for what-if questions."""
         return replace(self, count=count, present=self.present if count <= len(self.present) else ())
+
+
+def budget_here(count: int) -> int:
+    """Return the bytes that arrays may take of each of `count` GPUs of this machine."""
+    return gpu_budget(installed_memory(), count).limit
+
+
+def gpu_budget(memory: int, count: int) -> Budget:
+    """Part the memory of one of `count` GPUs."""
+    return Budget(memory, CONTEXT + (NCCL if count > 1 else 0), round(MARGIN * memory))
 
 
 def find_machine(config: ConfigureConfig) -> Machine:

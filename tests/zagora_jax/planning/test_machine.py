@@ -1,0 +1,75 @@
+"""Machines by their cards' names, what joins them, and what is left of a card for arrays."""
+
+import pytest
+
+from sharding.targets import GPUS
+from zagora_jax.config import ConfigureConfig
+from zagora_jax.errors import UserError
+from zagora_jax.planning.links import NAMES, find_link
+from zagora_jax.planning.machine import find_machine, gpu_budget
+
+GIB = 2**30
+
+
+def machine(**options):
+    return find_machine(ConfigureConfig(model_size="8B", **options))
+
+
+def test_a_cards_room_is_what_context_and_margin_leave():
+    budget = machine(gpu="rtx4090", gpu_count=2).budget
+    assert budget.total == GPUS["rtx4090"].memory_bytes
+    assert budget.limit == budget.total - budget.context - budget.margin
+    # The bound that several cards of 24 GB are planned with elsewhere in the project's tests.
+    assert 22.0 < budget.limit / GIB < 22.5
+    assert gpu_budget(budget.total, 1).limit > budget.limit  # one card exchanges nothing
+
+
+def test_memory_alone_takes_the_slowest_card_and_says_so():
+    found = machine(memory_per_gpu=24)
+    assert found.gpu.kind == "rtx3090"
+    assert "planned for rtx3090, the slowest card of this size (also rtx3090ti, rtx4090" in found.notes[0]
+
+
+def test_24_means_the_whole_card_and_less_is_a_bound():
+    assert machine(gpu="rtx4090", memory_per_gpu=24).memory == GPUS["rtx4090"].memory_bytes
+    assert machine(gpu="rtx4090", memory_per_gpu=16).memory == 16 * GIB
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu": "rtx4095"}, r"--gpu rtx4095: GPU 'rtx4095' is not known; the nearest are .*rtx4090"),
+        ({"gpu": "rtx4090", "memory_per_gpu": 48}, r"--memory-per-gpu 48: NVIDIA GeForce RTX 4090 is sold with 24 GB"),
+        ({"memory_per_gpu": 23}, r"--memory-per-gpu 23: no known card is sold with that; sizes: 8, 10, 12, 16"),
+        ({"gpu": "rtx4090", "interconnect": "nvlink"}, r"NVIDIA GeForce RTX 4090 has none; cards with it: rtx3090"),
+        ({"gpu": "rtx4090", "interconnect": "pci4"}, r"--interconnect pci4: not known; the nearest are pcie4"),
+        ({"gpu": "a100", "interconnect": "nvlink", "peer_to_peer": False}, r"leave --peer-to-peer false out"),
+        ({"gpu_count": 3}, r"--gpu-count 3: this machine has 1 x cpu; for cards that are not here, name them"),
+        ({"interconnect": "pcie"}, r"no GPU was found in this machine; name the cards with --gpu"),
+    ],
+)
+def test_wrong_machines_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        machine(**options)
+
+
+def test_this_machine_is_planned_for_where_no_card_is_named():
+    found = machine()
+    assert (found.name, found.count, found.is_gpu) == ("CPU", 1, False)
+    assert "no GPU was found here" in found.notes[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_has_a_rate(name):
+    assert find_link(name, GPUS["h200"], None).gpu_gb_s > 1
+
+
+def test_links_are_as_fast_as_both_ends_and_the_way_between():
+    card, workstation = GPUS["rtx4090"], GPUS["a5000"]
+    assert find_link("pcie5-x16", card, None) == find_link("pcie", card, None)  # the card is of generation 4
+    assert find_link("pcie4-x8", card, None).gpu_gb_s == pytest.approx(find_link("pcie", card, None).gpu_gb_s / 2)
+    assert find_link("PCIe 3.0 x16", card, None) == find_link("pcie3", card, None)
+    # GeForce cards reach each other through the host only, unless said otherwise.
+    assert find_link("pcie", card, None).gpu_gb_s == pytest.approx(find_link("pcie", card, True).gpu_gb_s / 2)
+    assert find_link("pcie", workstation, None) == find_link("pcie", workstation, True)
+    assert find_link("pcie", card, False).host_gb_s == find_link("pcie", card, True).host_gb_s

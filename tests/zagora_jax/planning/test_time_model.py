@@ -1,0 +1,89 @@
+"""The time model against runs that were measured: of this trainer on H200s, of another one on consumer cards."""
+
+import functools
+
+import pytest
+
+from sharding.targets import GPUS
+from zagora_jax.base import open_base
+from zagora_jax.config import LoraConfig
+from zagora_jax.planning.candidates import train_config
+from zagora_jax.planning.links import find_link
+from zagora_jax.planning.shapes import Shapes
+from zagora_jax.planning.time_model import Work, step_time
+
+
+@functools.cache
+def work(name):
+    return Work.of(Shapes(open_base(f"synthetic:{name}", quantization="nf4", dtype="bfloat16", lora=LoraConfig())))
+
+
+def estimated(name, gpu, count, link, **settings):
+    mesh = {"mesh.data": 1, "mesh.fsdp": count, "gradient_accumulation_steps": 1}
+    config = train_config({"model": f"synthetic:{name}", **mesh, **settings})
+    joined = find_link(link, GPUS[gpu], None) if count > 1 else None
+    return step_time(config, work(name), GPUS[gpu], joined, "cudnn")
+
+
+# benchmarks/README.md: tokens/s on H200s, 1 x 4096 tokens a card, or 1 x 2048 for 70B.
+@pytest.mark.parametrize(
+    ("name", "count", "settings", "measured"),
+    [
+        ("llama-3-8b", 1, {}, 11276),
+        ("llama-3-8b", 1, {"remat": "attention"}, 11729),
+        ("llama-3-8b", 1, {"remat": "none"}, 13150),
+        ("llama-3-8b", 2, {}, 20490),
+        ("llama-3-8b", 2, {"mesh.fsdp": 1, "mesh.data": 2, "gradient_compression": "int8"}, 21775),
+        ("llama-3-70b", 2, {"sequence_length": 2048, "optimizer": "adamw_8bit"}, 2496),
+        ("llama-3-70b", 2, {"sequence_length": 2048, "optimizer": "adamw_8bit", "offload.activations": True}, 2377),
+    ],
+)
+def test_measured_runs_of_this_trainer_within_20_percent(name, count, settings, measured):
+    estimate = estimated(name, "h200", count, "nvlink", **{"sequence_length": 4096, **settings})
+    assert estimate.tokens_per_second == pytest.approx(measured, rel=0.20)
+
+
+# Answer.AI, fsdp_qlora, benchmarks of March 2024: 1,024 samples of 2,048 tokens; seconds. Another trainer, so the model
+# is held to 35 %. Boards of the time joined two 3090s, and the A5000s, by eight lanes each.
+@pytest.mark.parametrize(
+    ("gpu", "count", "link", "name", "rows", "seconds"),
+    [
+        ("rtx3090", 2, "pcie4-x8", "llama-2-7b", 10, 936),
+        ("rtx3090", 2, "pcie4-x8", "yi-34b", 2, 5041),
+        ("rtx4090", 2, "pcie4-x16", "llama-2-7b", 10, 466),
+        ("rtx4090", 2, "pcie4-x16", "yi-34b", 2, 2072),
+        ("rtx4090", 2, "pcie4-x16", "llama-2-70b", 2, 4399),  # with CPU offload, which it hid nearly all of
+        ("a5000", 4, "pcie4-x8", "llama-2-70b", 1, 4829),
+        ("a5000", 8, "pcie4-x8", "llama-2-70b", 1, 2613),
+    ],
+)
+def test_published_runs_of_another_trainer_within_35_percent(gpu, count, link, name, rows, seconds):
+    estimate = estimated(name, gpu, count, link, sequence_length=2048, micro_batch_size=rows)
+    assert estimate.tokens_per_second == pytest.approx(1024 * 2048 / seconds, rel=0.35)
+
+
+def test_the_one_published_run_that_differs_is_partly_explained_by_its_offload():
+    # 2 x 3090, 70B with CPU offload: 11,795 s. The model, in which nothing is offloaded, is nearly half faster. Copying
+    # a card's half of the packed weights twice a step over eight lanes, with nothing hidden, explains a fifth of that
+    # step; their optimizer, which ran on the CPU, and what it waited for are not known.
+    estimate = estimated("llama-2-70b", "rtx3090", 2, "pcie4-x8", sequence_length=2048, micro_batch_size=2)
+    measured = 1024 * 2048 / 11795
+    assert 1.35 < estimate.tokens_per_second / measured < 1.5
+    weights = work("llama-2-70b")
+    copied = 2 * weights.weights * weights.weight_bytes * weights.shapes.num_layers / 2
+    seconds = estimate.seconds + copied / (find_link("pcie4-x8", GPUS["rtx3090"], None).host_gb_s * 1e9)
+    assert estimate.tokens / seconds < 1.37 * measured
+
+
+def test_what_costs_time_costs_time():
+    plain = estimated("llama-3-8b", "rtx4090", 2, "pcie", sequence_length=2048)
+    twice = estimated("llama-3-8b", "rtx4090", 2, "pcie", sequence_length=2048, gradient_accumulation_steps=2)
+    assert twice.tokens == 2 * plain.tokens
+    assert twice.seconds < 2 * plain.seconds  # one update
+    nested = estimated("llama-3-8b", "rtx4090", 2, "pcie", sequence_length=2048, remat="nested")
+    assert nested.products > 1.2 * plain.products
+    slow = estimated("llama-3-8b", "rtx4090", 2, "pcie3-x4", sequence_length=512)
+    fast = estimated("llama-3-8b", "rtx4090", 2, "pcie4-x16", sequence_length=512)
+    assert slow.links > 3 * fast.links
+    longer = estimated("llama-3-8b", "rtx4090", 1, "pcie", sequence_length=32768)
+    assert longer.tokens_per_second < 0.8 * estimated("llama-3-8b", "rtx4090", 1, "pcie").tokens_per_second

@@ -1,0 +1,119 @@
+"""What `train` asks before it reads a weight: does the compiled step fit, and if not, what is the first thing that would."""
+
+import math
+from collections.abc import Iterator
+from itertools import combinations, product
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from sharding.program import memory
+from zagora_jax.base import BaseModel
+from zagora_jax.config import TrainConfig
+from zagora_jax.errors import UserError
+from zagora_jax.kernels import forward_options
+from zagora_jax.planning.analytic import ERROR, estimate_memory
+from zagora_jax.planning.candidates import changed
+from zagora_jax.planning.compiled import compile_planned_step
+from zagora_jax.planning.machine import budget_here
+from zagora_jax.planning.shapes import Shapes
+
+GIB = 2**30
+MOST_COMPILED = 3
+SEQUENCE_MULTIPLE = 128
+
+Settings = dict[str, Any]
+
+
+def require_fit(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> None:
+    """Refuse a step that cannot fit, before it is run.
+
+    Args:
+        planned: bytes that the compiled step needs of each device.
+        config: the run's options.
+        base: its model.
+        mesh: its devices. A CPU's memory has no limit of XLA's.
+
+    Raises:
+        UserError: a device's allocator may take less; names the first change with which the step would fit.
+    """
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.devices.flat]
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    if limit is None or planned <= limit:
+        return
+    device = mesh.devices.flat[limits.index(limit)]
+    raise UserError(
+        f"the step needs {planned / GIB:.2f} GiB of each device, and {device.device_kind} {device.id} has "
+        f"{limit / GIB:.2f} GiB for it. {_advice(planned, limit, config, base, mesh)} "
+        "(--no-plan-check tries to run it as it is.)"
+    )
+
+
+def _advice(planned: int, limit: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> str:
+    room = budget_here(mesh.size) if mesh.devices.flat[0].platform != "cpu" else None
+    if room is not None and planned <= room and config.device_memory_limit is None:
+        # By itself JAX takes three quarters of the card.
+        return f"It would fit with --device-memory-limit {math.floor(room / GIB * 10) / 10}."
+    explicit = changed(config, {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)})
+    shapes, compiled = Shapes(base), 0
+    for settings in _changes(explicit):
+        try:
+            other = changed(explicit, settings)
+            kernel = forward_options(other, base, mesh.devices.flat[0].platform).kernel
+        except (ValueError, UserError):
+            continue  # what does not go together
+        if estimate_memory(other, shapes, kernel).peak > limit / (1 + ERROR):
+            continue
+        peak = memory(compile_planned_step(other, mesh, base)).peak
+        compiled += 1
+        if peak <= limit:
+            flags = " ".join(f"--{name.replace('_', '-')} {_written(value)}" for name, value in settings.items())
+            return f"The first change that fits is {flags}: {peak / GIB:.2f} GiB."
+        if compiled == MOST_COMPILED:
+            break
+    return "No change of optimizer, remat, offload, micro-batch or sequence length makes it fit: use more devices."
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _changes(config: TrainConfig) -> Iterator[Settings]:
+    """Go through changes from cheap to dear: one, then two, then three kinds of them."""
+    kinds = [list(kind) for kind in (_optimizer(config), _kept(config), _rows(config), _tokens(config)) if kind]
+    for number in (1, 2, 3):
+        for chosen in combinations(kinds, number):
+            for settings in product(*chosen):
+                yield {name: value for part in settings for name, value in part.items()}
+
+
+def _optimizer(config: TrainConfig) -> list[Settings]:
+    return [{"optimizer": "adamw_8bit"}] if config.optimizer == "adamw" else []
+
+
+def _kept(config: TrainConfig) -> list[Settings]:
+    remats = ["attention", "full", "nested"]
+    less = remats[remats.index(config.remat) + 1 :] if config.remat in remats else remats
+    found: list[Settings] = [{"remat": remat} for remat in less if remat != "nested" and not config.offload.activations]
+    if not config.offload.activations and config.remat in ("attention", "full"):
+        found.insert(0, {"offload.activations": True})
+    if not config.offload.activations and config.remat != "full":
+        found.append({"remat": "full", "offload.activations": True})
+    return found
+
+
+def _rows(config: TrainConfig) -> list[Settings]:
+    found = []
+    rows, times = config.micro_batch_size, config.gradient_accumulation_steps
+    while rows % 2 == 0:
+        rows, times = rows // 2, times * 2
+        found.append({"micro_batch_size": rows, "gradient_accumulation_steps": times})
+    return found
+
+
+def _tokens(config: TrainConfig) -> list[Settings]:
+    length, found = config.sequence_length, []
+    while (length := length * 3 // 4 // SEQUENCE_MULTIPLE * SEQUENCE_MULTIPLE) >= SEQUENCE_MULTIPLE:
+        found.append({"sequence_length": length})
+    return found
