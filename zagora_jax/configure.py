@@ -7,6 +7,7 @@ from zagora_jax.command_line import run_command
 from zagora_jax.config import ConfigureConfig
 
 DOES_NOT_FIT = 1
+WIDTH = 120  # characters, where the output is no terminal
 
 
 def main(config: ConfigureConfig) -> int:
@@ -31,7 +32,8 @@ def main(config: ConfigureConfig) -> int:
     if config.as_json:
         print(json.dumps(as_json(plan), indent=2))
     else:
-        show(plan, Console(highlight=False))
+        console = Console(highlight=False)
+        show(plan, console if console.is_terminal else Console(highlight=False, width=WIDTH))
     if config.plot is not None:
         draw(plan, config.plot)
     if not plan.fits:

@@ -17,17 +17,20 @@ ERROR = 0.07  # of the peak, at most
 
 # The workspace in multiples of: the largest dequantised weight, one layer's intermediate and hidden activations, and
 # the adapter's gradients.
-WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.57, 3.84, 11.1, 0.16
-GATHERED_LAYERS = 1.0  # the present one and what has arrived of the next
+WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.56, 3.7, 12.0, 0.1
+# Layers that are there at a time, the ones that arrive ahead of their turn included. Where the arguments alone are more
+# than four fifths of the device, XLA schedules for least memory, and next to nothing arrives ahead.
+GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.4, 0.1, 0.8
 
 
-def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str) -> DeviceMemory:
+def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str, device: int | None) -> DeviceMemory:
     """Estimate what a step of full sequences needs of a device.
 
     Args:
         config: with every mesh axis given.
         shapes: of its model.
         kernel: of attention, as `models.attention.choose_kernel` names it.
+        device: bytes of a device's memory; None where XLA plans without a bound.
     """
     model, mesh = shapes.base.model.config, mesh_shape(config)
     arguments = shapes.arguments(config)
@@ -37,7 +40,11 @@ def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str) -> DeviceM
     layer_bytes = shapes.layer_weight_bytes
     gathered = 0
     if mesh["fsdp"] > 1:
-        gathered = round(GATHERED_LAYERS * (layer_bytes + width * shapes.layer_adapter_elements))
+        is_tight = device is not None and arguments.total > TIGHT * device
+        gathered = round(
+            (GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS)
+            * (layer_bytes + width * shapes.layer_adapter_elements)
+        )
     gradients = arguments.lora
     workspace = gradients * (1 + GRADIENTS + (config.gradient_accumulation_steps > 1)) + width * (
         WEIGHTS * model.hidden_size * model.intermediate_size

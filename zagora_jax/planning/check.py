@@ -1,11 +1,10 @@
-"""What `train` asks before it reads a weight: does the compiled step fit, and if not, what is the first thing that would."""
+"""What `train` asks before it reads a weight: whether the compiled step fits, and else what is the first that would."""
 
 import math
 from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from sharding.program import memory
@@ -51,11 +50,14 @@ def require_fit(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) 
 
 
 def _advice(planned: int, limit: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> str:
-    room = budget_here(mesh.size) if mesh.devices.flat[0].platform != "cpu" else None
-    if room is not None and planned <= room and config.device_memory_limit is None:
+    here = None if mesh.devices.flat[0].platform == "cpu" else budget_here(mesh.size)
+    total = None if here is None else here.total
+    if here is not None and planned <= here.limit and config.device_memory_limit is None:
         # By itself JAX takes three quarters of the card.
-        return f"It would fit with --device-memory-limit {math.floor(room / GIB * 10) / 10}."
-    explicit = changed(config, {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)})
+        return f"It would fit with --device-memory-limit {math.floor(here.limit / GIB * 10) / 10}."
+    explicit = changed(
+        config, {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
+    )
     shapes, compiled = Shapes(base), 0
     for settings in _changes(explicit):
         try:
@@ -63,7 +65,7 @@ def _advice(planned: int, limit: int, config: TrainConfig, base: BaseModel, mesh
             kernel = forward_options(other, base, mesh.devices.flat[0].platform).kernel
         except (ValueError, UserError):
             continue  # what does not go together
-        if estimate_memory(other, shapes, kernel).peak > limit / (1 + ERROR):
+        if estimate_memory(other, shapes, kernel, total).peak > limit / (1 + ERROR):
             continue
         peak = memory(compile_planned_step(other, mesh, base)).peak
         compiled += 1

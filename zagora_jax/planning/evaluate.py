@@ -93,7 +93,8 @@ class Evaluator:
 
     def estimate(self, candidate: Candidate) -> Evaluated:
         """Evaluate from shapes."""
-        memory = estimate_memory(candidate.config, self._shapes, self._kernel(candidate.config))
+        device = self.machine.memory if self.machine.is_gpu else None
+        memory = estimate_memory(candidate.config, self._shapes, self._kernel(candidate.config), device)
         return Evaluated(candidate, memory, self._time(candidate.config))
 
     def compile(self, candidate: Candidate) -> Evaluated:

@@ -89,13 +89,17 @@ class Machine:
         return absent_devices(self.gpu.kind, self.count)
 
     def with_count(self, count: int) -> "Machine":
-        """Return the same with another number of cards; for what-if questions."""
-        return replace(self, count=count, present=self.present if count <= len(self.present) else ())
+        """Return one with another number of the same cards."""
+        return replace(self, count=count, present=())
+
+    def with_gpu(self, gpu: Gpu) -> "Machine":
+        """Return one with as many cards of another kind."""
+        return replace(self, gpu=gpu, name=gpu.name, memory=gpu.memory_bytes, present=())
 
 
-def budget_here(count: int) -> int:
-    """Return the bytes that arrays may take of each of `count` GPUs of this machine."""
-    return gpu_budget(installed_memory(), count).limit
+def budget_here(count: int) -> Budget:
+    """Return what each of `count` GPUs of this machine has room for."""
+    return gpu_budget(installed_memory(), count)
 
 
 def gpu_budget(memory: int, count: int) -> Budget:

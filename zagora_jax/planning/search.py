@@ -3,23 +3,25 @@
 Estimates order the candidates; the compiler, where there is one, has the last word about the few that matter.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 from sharding.targets import GPUS
 from zagora_jax.config import ConfigureConfig
 from zagora_jax.planning.candidates import Candidate, candidates
 from zagora_jax.planning.evaluate import Evaluated, Evaluator
 from zagora_jax.planning.machine import Machine
+from zagora_jax.planning.strategies import Settings
 
 SPEED_STEP = 0.01  # speeds nearer than this count as equal: then the simpler settings go first
 MOST_COMPILED = 6
 ALTERNATIVES = 5
 SEQUENCE_MULTIPLE = 128
 LARGEST_SEQUENCE = 2**20
+MOST_CARDS, LOWEST_RANK = 16, 4  # that are proposed where nothing fits
 
 
 @dataclass(frozen=True)
@@ -159,77 +161,83 @@ def _largest(at: Callable[[int], Candidate], evaluator: Evaluator, limit: int, m
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that a person could do; `options` and `machine` are what would be planned for then."""
+    """One thing that a person could do, as it is written, and what it makes of the options and the machine."""
 
     text: str
-    options: dict
-    machine: Machine | None = None
+    options: Settings = field(default_factory=dict)
+    machine: Callable[[Machine], Machine] = lambda machine: machine
 
 
 def _changes(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[tuple[str, ...]]:
-    """Yield the changes of which each suffices; where none does, the pairs."""
+    """Yield the changes of which each suffices; where none does, the first pair that does."""
+    machine = evaluator.machine
     kinds = [
-        list(kind)
-        for kind in (
-            _unpinned(config),
-            _shorter(config),
-            _lower_rank(config),
-            _more(evaluator.machine),
-            _larger(evaluator.machine),
-        )
+        *([change] for change in _unpinned(config)),
+        *(list(kind) for kind in (_shorter(config), _lower_rank(config), _more(machine), _larger(machine))),
     ]
-    single = [next((change for change in kind if _would_fit(config, evaluator, (change,))), None) for kind in kinds]
+    kinds = [kind for kind in kinds if kind]
+    single = [_mildest(kind, lambda change: _would_fit(config, evaluator, change)) for kind in kinds]
     if any(single):
         yield from ((change.text,) for change in single if change is not None)
         return
     for first, second in combinations(kinds, 2):
-        pair = next(((a, b) for a in first for b in second if _would_fit(config, evaluator, (a, b))), None)
-        if pair is not None:
-            yield tuple(change.text for change in pair)
+        one = _mildest(first, lambda change, most=second[-1]: _would_fit(config, evaluator, change, most))
+        if one is not None:
+            other = _mildest(second, lambda change, one=one: _would_fit(config, evaluator, one, change))
+            assert other is not None  # the last of them has been tried
+            yield one.text, other.text
             return
 
 
-def _would_fit(config: ConfigureConfig, evaluator: Evaluator, changes: Sequence[Change]) -> bool:
-    options: dict = {}
+def _mildest(kind: Sequence[Change], suffices: Callable[[Change], bool]) -> Change | None:
+    """Return the first of ever stronger changes that suffices, by bisection."""
+    if not suffices(kind[-1]):
+        return None
+    low, high = -1, len(kind) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(kind[middle]) else (middle, high)
+    return kind[high]
+
+
+def _would_fit(config: ConfigureConfig, evaluator: Evaluator, *changes: Change) -> bool:
+    options: dict[str, Any] = {}
     machine = evaluator.machine
     for change in changes:
         options |= change.options
-        machine = change.machine or machine
+        machine = change.machine(machine)
     changed = config.model_copy(update=options)
     other = evaluator.for_machine(machine, changed.lora)
-    return any(e.highest_peak <= machine.budget.limit for e in _estimates(changed, other))
+    return any(evaluated.highest_peak <= machine.budget.limit for evaluated in _estimates(changed, other))
 
 
 def _shorter(config: ConfigureConfig) -> Iterator[Change]:
-    length = config.sequence_length // SEQUENCE_MULTIPLE * SEQUENCE_MULTIPLE
+    length = config.sequence_length
     while (length := length * 3 // 4 // SEQUENCE_MULTIPLE * SEQUENCE_MULTIPLE) >= SEQUENCE_MULTIPLE:
         yield Change(f"--sequence-length {length}", {"sequence_length": length})
 
 
 def _lower_rank(config: ConfigureConfig) -> Iterator[Change]:
     rank = config.lora.rank
-    while (rank := rank // 2) >= 4:
+    while (rank := rank // 2) >= LOWEST_RANK:
         yield Change(f"--lora.rank {rank}", {"lora": config.lora.model_copy(update={"rank": rank})})
 
 
 def _unpinned(config: ConfigureConfig) -> Iterator[Change]:
-    """What the options hold fast and could let go."""
+    """Yield what the options hold fast and could let go."""
     for name in ("micro_batch_size", "optimizer", "remat", "strategy"):
         if getattr(config, name) is not None:
             yield Change(f"without --{name.replace('_', '-')} {getattr(config, name)}", {name: None})
 
 
 def _more(machine: Machine) -> Iterator[Change]:
-    if machine.gpu is None:
-        return
-    for count in range(machine.count + 1, 17):
-        yield Change(f"--gpu-count {count}", {"gpu_count": count}, machine.with_count(count))
+    if machine.gpu is not None:
+        for count in range(machine.count + 1, MOST_CARDS + 1):
+            yield Change(f"--gpu-count {count}", machine=lambda before, count=count: before.with_count(count))
 
 
 def _larger(machine: Machine) -> Iterator[Change]:
-    if machine.gpu is None:
-        return
-    larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory]
-    for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
-        bigger = dataclasses.replace(machine, gpu=gpu, name=gpu.name, memory=gpu.memory_bytes, present=())
-        yield Change(f"--gpu {gpu.kind}", {"gpu": gpu.kind, "memory_per_gpu": None}, bigger)
+    if machine.gpu is not None:
+        larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory]
+        for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
+            yield Change(f"--gpu {gpu.kind}", machine=lambda before, gpu=gpu: before.with_gpu(gpu))

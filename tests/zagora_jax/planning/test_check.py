@@ -10,20 +10,31 @@ import pytest
 from sharding.mesh import make_mesh
 from sharding.program import memory
 from zagora_jax.base import open_base
-from zagora_jax.config import TrainConfig
+from zagora_jax.checkpoints.known_models import KNOWN_MODELS
+from zagora_jax.config import LoraConfig, TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.planning import check, compile_planned_step
 from zagora_jax.planning.check import require_fit
+from zagora_jax.planning.machine import gpu_budget
 
 GIB = 2**30
+SMALL = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 256, "num_hidden_layers": 6}
 CONFIG = TrainConfig(
-    model="synthetic:smollm2-135m?layers=4", sequence_length=256, micro_batch_size=4, remat="none", attention="chunked"
+    model="synthetic:small",
+    lora=LoraConfig(rank=1, targets=["q_proj"]),
+    sequence_length=256,
+    micro_batch_size=4,
+    remat="none",
+    compute_dtype="float32",
 )
 
 
 @pytest.fixture(scope="module")
 def base():
-    return open_base(CONFIG.model, quantization="nf4", dtype="bfloat16", lora=CONFIG.lora)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KNOWN_MODELS, "small", KNOWN_MODELS["smollm2-135m"] | SMALL | heads)
+        return open_base(CONFIG.model, quantization="nf4", dtype="float32", lora=CONFIG.lora)
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +65,24 @@ def test_what_fits_passes_and_so_does_a_cpu_without_limits(base, planned):
 
 
 def test_what_cannot_fit_names_the_first_change_that_does(base, planned):
-    with pytest.raises(UserError, match="the step needs .* and RTX 4090 0 has .* for it. The first change") as raised:
+    with pytest.raises(UserError, match=r"the step needs .* and RTX 4090 0 has .* for it. The first change") as raised:
         require_fit(planned, CONFIG, base, Cards(int(planned * 0.75)))
     found = re.search(r"The first change that fits is --remat (\w+): (\d+\.\d+) GiB", str(raised.value))
     remat, peak = found[1], float(found[2])
     assert "--no-plan-check" in str(raised.value)
     # It is as good as its word.
-    again = memory(compile_planned_step(CONFIG.model_copy(update={"remat": remat}), make_mesh({}, jax.devices()[:1]), base))
-    assert again.peak == pytest.approx(peak * GIB, abs=0.01 * GIB)
-    assert again.peak <= planned * 0.75
+    mesh = make_mesh({}, jax.devices()[:1])
+    again = memory(compile_planned_step(CONFIG.model_copy(update={"remat": remat}), mesh, base)).peak
+    assert again == pytest.approx(peak * GIB, abs=0.01 * GIB)
+    assert again <= planned * 0.75
 
 
 def test_where_nothing_helps_it_says_so(base, planned):
-    with pytest.raises(UserError, match="No change of .* makes it fit: use more devices"):
+    with pytest.raises(UserError, match=r"No change of .* makes it fit: use more devices"):
         require_fit(planned, CONFIG, base, Cards(planned // 100))
 
 
 def test_a_card_that_jax_takes_three_quarters_of_is_opened_first(base, planned, monkeypatch):
-    monkeypatch.setattr(check, "budget_here", lambda count: 22.17 * GIB)
+    monkeypatch.setattr(check, "budget_here", lambda count: gpu_budget(round(23.64 * GIB), 2))
     with pytest.raises(UserError, match=r"It would fit with --device-memory-limit 22.1\."):
         require_fit(18 * GIB, CONFIG, base, Cards(17.7 * GIB, platform="gpu"))

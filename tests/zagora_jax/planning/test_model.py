@@ -45,7 +45,10 @@ def test_a_size_of_several_families_says_which_was_taken():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("llama-3.2-70b", r"no llama-3.2 of 70B was released; the nearest are llama-3.2-3b, llama-3.2-1b; 70B are llama-3"),
+        (
+            "llama-3.2-70b",
+            r"no llama-3.2 of 70B was released; the nearest are llama-3.2-3b, llama-3.2-1b; 70B are llama-3",
+        ),
         ("llama-2-8b", r"no llama-2 of 8B was released; the nearest are llama-2-7b, llama-2-13b"),
         ("50B", r"no known model has that size; the nearest are 65B \(llama-1-65b\), 34B"),
         ("falcon-40b", r"no model family 'falcon' is known; known: .*llama-3.3.*qwen3"),
@@ -88,7 +91,7 @@ def test_a_hub_model_fetches_its_config_alone(tmp_path, monkeypatch):
 
 def test_a_wrong_config_names_the_field(tmp_path):
     folder = folder_of_config(tmp_path / "model", hidden_size=None)
-    with pytest.raises(UserError, match="config.json: hidden_size is missing"):
+    with pytest.raises(UserError, match=r"config.json: hidden_size is missing"):
         find_model(ConfigureConfig(model=str(folder)))
 
 

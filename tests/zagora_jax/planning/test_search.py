@@ -1,0 +1,126 @@
+"""The search, by estimates alone: what it takes first, what it keeps fixed, and what it proposes where nothing fits."""
+
+import functools
+import itertools
+
+import pytest
+
+from zagora_jax.config import ConfigureConfig, LoraConfig
+from zagora_jax.errors import UserError
+from zagora_jax.planning.candidates import candidates
+from zagora_jax.planning.evaluate import Evaluator
+from zagora_jax.planning.machine import find_machine
+from zagora_jax.planning.model import find_model
+from zagora_jax.planning.search import SEQUENCE_MULTIPLE, choose
+
+
+def search(**options):
+    config = ConfigureConfig(**{"gpu": "rtx4090", "interconnect": "pcie", **options})
+    evaluator = Evaluator(find_model(config), find_machine(config), "analytic", print)
+    return choose(config, evaluator), evaluator
+
+
+@functools.cache
+def four_cards():
+    return search(model_size="70B", gpu_count=4)
+
+
+def test_the_fastest_that_fits_is_chosen():
+    choice, evaluator = four_cards()
+    limit = evaluator.machine.budget.limit
+    assert choice.fits
+    assert choice.chosen.candidate.strategy == "fsdp"  # 36 GB of weights fit on no single card of 24 GB
+    assert choice.chosen.highest_peak <= limit
+    everything = candidates(
+        ConfigureConfig(model_size="70B"), 4, "synthetic:llama-3.3-70b", evaluator.model.base.model.config
+    )
+    for candidate in everything:
+        other = evaluator.estimate(candidate)
+        if other.highest_peak <= limit:
+            assert other.tokens_per_second < 1.02 * choice.chosen.tokens_per_second
+
+
+def test_alternatives_fit_differ_in_kind_and_go_from_fast_to_slow():
+    choice, evaluator = four_cards()
+    kinds = [evaluated.candidate.kind for evaluated in (choice.chosen, *choice.alternatives)]
+    assert len(set(kinds)) == len(kinds) > 3
+    speeds = [evaluated.tokens_per_second for evaluated in (choice.chosen, *choice.alternatives)]
+    assert all(later < 1.02 * earlier for earlier, later in itertools.pairwise(speeds))
+    assert all(evaluated.highest_peak <= evaluator.machine.budget.limit for evaluated in choice.alternatives)
+
+
+def test_the_bounds_are_the_last_that_fit():
+    choice, evaluator = four_cards()
+    limit = evaluator.machine.budget.limit
+    longest = choice.longest_sequence
+    assert longest.value > 8192
+    assert longest.by.candidate.config.sequence_length == longest.value
+    assert longest.by.highest_peak <= limit
+    longer = longest.by.candidate.changed(sequence_length=longest.value + SEQUENCE_MULTIPLE)
+    assert evaluator.estimate(longer).highest_peak > limit
+    most = choice.largest_micro_batch
+    assert most.by.highest_peak <= limit
+    assert evaluator.estimate(choice.chosen.candidate.changed(micro_batch_size=most.value + 1)).highest_peak > limit
+
+
+def test_given_options_are_kept():
+    choice, _ = search(model_size="8B", micro_batch_size=2, optimizer="adamw_8bit", remat="full", rows_per_step=6)
+    config = choice.chosen.candidate.config
+    assert (config.micro_batch_size, config.optimizer, config.remat) == (2, "adamw_8bit", "full")
+    assert config.gradient_accumulation_steps == 3
+    choice, _ = search(model_size="8B", gpu_count=4, strategy="replicas")
+    assert choice.chosen.candidate.config.mesh.data == 4
+
+
+def test_small_models_are_replicated_and_large_ones_are_shared():
+    # On a slow link, a model that fits on each card needs no weights from the others.
+    small, _ = search(model_size="1B", gpu_count=4, interconnect="pcie3-x4")
+    assert small.chosen.candidate.strategy == "replicas"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"strategy": "fdsp", "gpu_count": 2},
+            "--strategy fdsp: not known; the nearest is fsdp; all: one-device, fsdp",
+        ),
+        ({"strategy": "replicas"}, "--strategy replicas: does not go with 1 device; what does: one-device"),
+        ({"remat": "most"}, r"--remat most: not known; (the nearest is \w+; )?all: full, attention, nested, none"),
+    ],
+)
+def test_options_that_leave_nothing_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        search(model_size="1B", **options)
+
+
+def test_where_nothing_fits_each_single_change_would_do():
+    options = {"model_size": "8B", "gpu": "rtx3060ti", "sequence_length": 4096}
+    choice, _ = search(**options)
+    assert not choice.fits
+    assert not choice.alternatives
+    assert all(len(change) == 1 for change in choice.changes)
+    texts = [change[0] for change in choice.changes]
+    assert {text.split()[0] for text in texts} >= {"--gpu-count", "--gpu"}
+    for text in texts:
+        option, value = text.split()
+        changed = {
+            "--sequence-length": ("sequence_length", int),
+            "--gpu-count": ("gpu_count", int),
+            "--gpu": ("gpu", str),
+        }
+        name, kind = changed.get(option, ("lora", lambda rank: LoraConfig(rank=int(rank))))
+        assert search(**options | {name: kind(value)})[0].fits, text
+
+
+def test_what_was_held_fast_is_let_go_first():
+    choice, _ = search(model_size="8B", remat="none", sequence_length=8192)
+    assert not choice.fits
+    assert ("without --remat none",) in choice.changes
+
+
+def test_two_changes_where_one_is_not_enough():
+    # 209 GB of packed weights: neither 16 cards of 8 GB nor one of 141 GB hold them.
+    choice, _ = search(model_size="llama-3.1-405b", gpu="rtx3060ti", optimizer="adamw_8bit")
+    assert not choice.fits
+    assert [change.split()[0] for change in choice.changes[0]] == ["--gpu-count", "--gpu"]
