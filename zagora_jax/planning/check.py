@@ -1,20 +1,20 @@
 """What `train` asks before it reads a weight: whether the compiled step fits, and else what is the first that would."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from sharding.program import memory
 from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.kernels import forward_options
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import changed
-from zagora_jax.planning.compiled import compile_planned_step
+from zagora_jax.planning.compiled import compile_planned
 from zagora_jax.planning.machine import budget_here
 from zagora_jax.planning.shapes import Shapes
 
@@ -25,36 +25,43 @@ SEQUENCE_MULTIPLE = 128
 Settings = dict[str, Any]
 
 
-def require_fit(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> None:
+def require_fit(planned: Mapping[jax.Device, int], config: TrainConfig, base: BaseModel, mesh: Mesh) -> None:
     """Refuse a step that cannot fit, before it is run.
 
     Args:
-        planned: bytes that the compiled step needs of each device.
+        planned: bytes that the compiled step needs of each device. A CPU's memory has no limit of XLA's.
         config: the run's options.
         base: its model.
-        mesh: its devices. A CPU's memory has no limit of XLA's.
+        mesh: its devices.
 
     Raises:
         UserError: a device's allocator may take less; names the first change with which the step would fit.
     """
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.devices.flat]
-    limit = min((limit for limit in limits if limit is not None), default=None)
-    if limit is None or planned <= limit:
-        return
-    device = mesh.devices.flat[limits.index(limit)]
-    raise UserError(
-        f"the step needs {planned / GIB:.2f} GiB of each device, and {device.device_kind} {device.id} has "
-        f"{limit / GIB:.2f} GiB for it. {_advice(planned, limit, config, base, mesh)} "
-        "(--no-plan-check tries to run it as it is.)"
-    )
+    for device, needed in planned.items():
+        limit = _limit(device)
+        if limit is not None and needed > limit:
+            raise UserError(
+                f"the step needs {needed / GIB:.2f} GiB of {device.device_kind} {device.id}, which has "
+                f"{limit / GIB:.2f} GiB for it. {_advice(max(planned.values()), config, base, mesh)} "
+                "(--no-plan-check tries to run it as it is.)"
+            )
 
 
-def _advice(planned: int, limit: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> str:
+def _limit(device: jax.Device) -> int | None:
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _fits(planned: Mapping[jax.Device, int]) -> bool:
+    return all((limit := _limit(device)) is None or needed <= limit for device, needed in planned.items())
+
+
+def _advice(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> str:
     here = None if mesh.devices.flat[0].platform == "cpu" else budget_here(mesh.size)
     total = None if here is None else here.total
     if here is not None and planned <= here.limit and config.device_memory_limit is None:
         # By itself JAX takes three quarters of the card.
         return f"It would fit with --device-memory-limit {math.floor(here.limit / GIB * 10) / 10}."
+    limit = min(limit for device in mesh.devices.flat if (limit := _limit(device)) is not None)
     explicit = changed(
         config, {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
     )
@@ -67,9 +74,10 @@ def _advice(planned: int, limit: int, config: TrainConfig, base: BaseModel, mesh
             continue  # what does not go together
         if estimate_memory(other, shapes, kernel, total).peak > limit / (1 + ERROR):
             continue
-        peak = memory(compile_planned_step(other, mesh, base)).peak
+        exact = compile_planned(other, mesh, base).planned_memory()
         compiled += 1
-        if peak <= limit:
+        if _fits(exact):
+            peak = max(exact.values())
             flags = " ".join(f"--{name.replace('_', '-')} {_written(value)}" for name, value in settings.items())
             return f"The first change that fits is {flags}: {peak / GIB:.2f} GiB."
         if compiled == MOST_COMPILED:

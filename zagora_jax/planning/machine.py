@@ -1,16 +1,15 @@
 """The machine that a plan is for: this one, or one that is described by its cards' names."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import psutil
-import pynvml
 
 from sharding.targets import GPUS, Gpu, absent_devices
 from sharding.targets import gpu as find_gpu
 from zagora_jax.config import ConfigureConfig
+from zagora_jax.devices import installed_gpus
 from zagora_jax.errors import UserError
 from zagora_jax.planning.links import Link, find_link
 from zagora_jax.planning.probe import gpu_gb_s, host_gb_s
@@ -99,7 +98,7 @@ class Machine:
 
 def budget_here(count: int) -> Budget:
     """Return what each of `count` GPUs of this machine has room for."""
-    return gpu_budget(installed_memory(), count)
+    return gpu_budget(min(installed_gpus()), count)
 
 
 def gpu_budget(memory: int, count: int) -> Budget:
@@ -179,7 +178,7 @@ def _this_machine(config: ConfigureConfig) -> Machine:
 def _with_figures(config: ConfigureConfig, devices: tuple[jax.Device, ...], host: int) -> Machine:
     """Describe GPUs that are here by what their driver says and, where they are known, the vendor's figures."""
     kind = devices[0].device_kind
-    memory = installed_memory()
+    memory = min(installed_gpus())
     try:
         gpu: Gpu | None = find_gpu(kind)
     except ValueError:
@@ -198,11 +197,3 @@ def _link_here(config: ConfigureConfig, gpu: Gpu, devices: tuple[jax.Device, ...
     if config.interconnect is not None or config.peer_to_peer is not None or len(devices) == 1:
         return find_link(config.interconnect or "pcie", gpu, config.peer_to_peer)
     return Link("measured", gpu_gb_s(devices), host_gb_s(devices[0]), measured=True)
-
-
-@functools.cache
-def installed_memory() -> int:
-    """Return the bytes of this machine's smallest GPU, as its driver reports them."""
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    return min(pynvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles)

@@ -1,6 +1,7 @@
 """The check that train makes before it reads a weight."""
 
 import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,7 @@ from zagora_jax.base import open_base
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.config import LoraConfig, TrainConfig
 from zagora_jax.errors import UserError
-from zagora_jax.planning import check, compile_planned_step
+from zagora_jax.planning import check, compile_planned_step, compiled
 from zagora_jax.planning.check import require_fit
 from zagora_jax.planning.machine import gpu_budget
 
@@ -42,31 +43,43 @@ def planned(base):
     return memory(compile_planned_step(CONFIG, make_mesh({}, jax.devices()[:1]), base)).peak
 
 
-class Cards:
-    """A mesh that compiles for this CPU, with devices that tell a limit as a GPU's allocator does."""
+@dataclass(eq=False)
+class Card:
+    """A device that tells a limit as a GPU's allocator does."""
 
-    def __init__(self, limit, platform="cpu"):
-        real = make_mesh({}, jax.devices()[:1])
-        card = SimpleNamespace(
-            id=0, platform=platform, device_kind="RTX 4090", memory_stats=lambda: limit and {"bytes_limit": limit}
-        )
-        self.devices, self.shape, self.size, self.real = np.array([[[card]]]), real.shape, 1, real
+    limit: float | None
+    platform: str = "cpu"
+    device_kind: str = "RTX 4090"
+    id: int = 0
+
+    def memory_stats(self):
+        return self.limit and {"bytes_limit": self.limit}
 
 
-@pytest.fixture(autouse=True)
-def compiles_for_the_real_device(monkeypatch):
-    compile_step = check.compile_planned_step
-    monkeypatch.setattr(check, "compile_planned_step", lambda config, mesh, base: compile_step(config, mesh.real, base))
+def require(planned, base, limit, platform="cpu"):
+    """`require_fit` for a step that needs `planned` bytes of one card, and whose alternatives this CPU compiles."""
+    card, real = Card(limit, platform), make_mesh({}, jax.devices()[:1])
+
+    def compile_planned(config, mesh, base):
+        (peak,) = compiled.compile_planned(config, real, base).planned_memory().values()
+        return SimpleNamespace(planned_memory=lambda: {card: peak})
+
+    mesh = SimpleNamespace(devices=np.array([card]), shape=real.shape, size=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "compile_planned", compile_planned)
+        require_fit({card: planned}, CONFIG, base, mesh)
 
 
 def test_what_fits_passes_and_so_does_a_cpu_without_limits(base, planned):
-    require_fit(planned, CONFIG, base, Cards(planned))
-    require_fit(99 * GIB, CONFIG, base, Cards(None))
+    require(planned, base, limit=planned)
+    require(99 * GIB, base, limit=None)
 
 
 def test_what_cannot_fit_names_the_first_change_that_does(base, planned):
-    with pytest.raises(UserError, match=r"the step needs .* and RTX 4090 0 has .* for it. The first change") as raised:
-        require_fit(planned, CONFIG, base, Cards(int(planned * 0.75)))
+    with pytest.raises(
+        UserError, match=r"the step needs .* of RTX 4090 0, which has .* for it. The first change"
+    ) as raised:
+        require(planned, base, limit=planned * 0.75)
     found = re.search(r"The first change that fits is --remat (\w+): (\d+\.\d+) GiB", str(raised.value))
     remat, peak = found[1], float(found[2])
     assert "--no-plan-check" in str(raised.value)
@@ -79,10 +92,10 @@ def test_what_cannot_fit_names_the_first_change_that_does(base, planned):
 
 def test_where_nothing_helps_it_says_so(base, planned):
     with pytest.raises(UserError, match=r"No change of .* makes it fit: use more devices"):
-        require_fit(planned, CONFIG, base, Cards(planned // 100))
+        require(planned, base, limit=planned / 100)
 
 
 def test_a_card_that_jax_takes_three_quarters_of_is_opened_first(base, planned, monkeypatch):
     monkeypatch.setattr(check, "budget_here", lambda count: gpu_budget(round(23.64 * GIB), 2))
     with pytest.raises(UserError, match=r"It would fit with --device-memory-limit 22.1\."):
-        require_fit(18 * GIB, CONFIG, base, Cards(17.7 * GIB, platform="gpu"))
+        require(18 * GIB, base, limit=17.7 * GIB, platform="gpu")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -52,7 +53,7 @@ def test_the_plan_as_a_table(capsys, monkeypatch):
     status, printed, _ = run(capsys, monkeypatch, "--model-size", "70B", *FOUR_CARDS)
     assert status == 0
     assert printed.startswith("fits: llama-3.3-70b on 4 x NVIDIA GeForce RTX 4090, about ")
-    assert printed.count("card ") == 4
+    assert sum(line.startswith("card ") for line in printed.splitlines()) == 4
     for word in (
         "weights",
         "LoRA",
@@ -73,7 +74,7 @@ def test_what_does_not_fit_says_what_would_with_another_status(capsys, monkeypat
     assert status == 1
     assert printed.startswith("does not fit: ")
     assert "too much" in printed
-    assert "would fit: --gpu-count 2" in printed
+    assert re.search(r"^would fit: --gpu-count [23]$", printed, re.MULTILINE)
     assert not written.exists()
 
 
