@@ -223,7 +223,7 @@ class Llama(nnx.Module):
         offload: bool = False,
         dropout_keys: jax.Array | None = None,
         placement: Placement = LOCAL,
-        residuals: Any = None,
+        exchanged: Any = None,
         inputs: jax.Array | None = None,
         first_layer: jax.Array | int = 0,
     ) -> jax.Array:
@@ -239,7 +239,7 @@ class Llama(nnx.Module):
             offload: whether the layers' inputs wait for it in pinned host memory; see `models.remat`.
             dropout_keys: keys [B], one a row, that switch the adapters' dropout on.
             placement: reaches parameters that are spread over devices.
-            residuals: of compressed gradient exchanges, arrays [L, ...] for `placement.adapters`; None without such.
+            exchanged: arrays [L, ...] for `placement.adapters`; None where that takes nothing.
             inputs: [B, S, hidden], what the layers before this part return; None in a part that has the first layer.
             first_layer: how many layers come before this part.
 
@@ -255,7 +255,7 @@ class Llama(nnx.Module):
             return LayerContext(*kind.rotation(*tables), attend, placement, dropout_keys)
 
         x = self._embed(tokens, placement) if inputs is None else inputs
-        x, _ = self._run(x, context_of, None, remat, offload, placement, residuals, first_layer)
+        x, _ = self._run(x, context_of, None, remat, offload, placement, exchanged, first_layer)
         return x
 
     def extend(
@@ -308,24 +308,29 @@ class Llama(nnx.Module):
         remat: str,
         offload: bool,
         placement: Placement,
-        residuals: Any,
+        exchanged: Any,
         first_layer: jax.Array | int = 0,
     ) -> tuple[jax.Array, Any]:
         """Scan over the layers and normalise x [B, S, hidden]; `context_of` gets each layer's kind and `per_layer`."""
         graph, frozen, adapters = split(self.model.layers)
         kinds = LayerKinds.of(self.config)
+        adapters, exchanged, waiting = placement.adapters.begin(adapters, exchanged)
 
-        def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Any]:
+        def body(carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
+            x, waiting = carry
             x = checkpoint_name(x, LAYER_INPUT)
-            index, frozen, adapters, layer_inputs, layer_residuals = inputs
+            index, frozen, adapters, exchanged, layer_inputs = inputs
             context = context_of(kinds.of_layer(index), layer_inputs)
             if context.dropout_keys is not None:
                 layer_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(context.dropout_keys, index)
                 context = replace(context, dropout_keys=layer_keys)
-            return nnx.merge(graph, frozen, placement.adapters(adapters, layer_residuals))(x, context)
+            adapters, waiting = placement.adapters.layer(adapters, exchanged, waiting)
+            x, kept = nnx.merge(graph, frozen, adapters)(x, context)
+            return (x, waiting), kept
 
         indices = first_layer + jnp.arange(self.config.num_layers)
-        x, kept = scan_layers(body, x, (indices, frozen, adapters, per_layer, residuals), remat, offload=offload)
+        inputs = (indices, frozen, adapters, exchanged, per_layer)
+        (x, _), kept = scan_layers(body, (x, waiting), inputs, remat, offload=offload)
         return x if self.model.norm is None else self.model.norm(x), kept
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -25,9 +25,37 @@ def whole(array: jax.Array, name: str, axis: int) -> jax.Array:
     return array
 
 
-def as_they_are(adapters: Any, residuals: Any) -> Any:
-    """Return a layer's adapters as they are."""
-    return adapters
+class AdapterExchange(Protocol):
+    """How a layer's adapters come together before it runs, and what becomes of their gradients in the backward pass."""
+
+    def begin(self, adapters: Any, exchanged: Any) -> tuple[Any, Any, Any]:
+        """Prepare for the loop over layers.
+
+        Args:
+            adapters: all adapter parameters, stacked [L, ...].
+            exchanged: whatever else the exchange takes, and may have gradients of, stacked [L, ...].
+
+        Returns:
+            What takes the places of both in the loop, and what is handed from layer to layer at first.
+        """
+
+    def layer(self, adapters: Any, exchanged: Any, waiting: Any) -> tuple[Any, Any]:
+        """Return a layer's adapters as it uses them, and what is handed on; all given are the layer's own."""
+
+
+class LocalAdapters:
+    """Adapters are fetched with the weights that they stand beside."""
+
+    def begin(self, adapters: Any, exchanged: Any) -> tuple[Any, Any, Any]:
+        """Return both as they are; nothing is handed on."""
+        return adapters, exchanged, None
+
+    def layer(self, adapters: Any, exchanged: Any, waiting: Any) -> tuple[Any, Any]:
+        """Return the adapters as they are."""
+        return adapters, waiting
+
+
+AS_THEY_ARE = LocalAdapters()
 
 
 @dataclass(frozen=True)
@@ -37,8 +65,7 @@ class Placement:
     Attributes:
         fetch: brings a layer's parameter together.
         vocabulary: reaches the rows of the embedding and of the head.
-        adapters: called on all adapter parameters of a layer before it runs, with the layer's slice of the residuals
-            of compressed gradient exchanges (None without such).
+        adapters: called on all adapter parameters of a layer before it runs.
         part: called on an array that is whole, with the name of a logical axis and its place in the array's shape:
             returns what this device computes with, padded with zeros. A frozen matrix is fetched as a part already.
         enter: called on the input of layers that are cut along their output; each device's gradient for it is one term
@@ -48,7 +75,7 @@ class Placement:
 
     fetch: Fetch = identity
     vocabulary: Vocabulary = WHOLE_VOCABULARY
-    adapters: Callable[[Any, Any], Any] = as_they_are
+    adapters: AdapterExchange = AS_THEY_ARE
     part: Callable[[jax.Array, str, int], jax.Array] = whole
     enter: Callable[[jax.Array], jax.Array] = identity
     leave: Callable[[jax.Array], jax.Array] = identity

@@ -1,29 +1,15 @@
 """What a train step asks of the other devices. `Group` is for use under shard_map; `ALONE` is one device."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.flatten_util import ravel_pytree
 
-from sharding.compression import Compression, ErrorFeedback, all_reduce
-from sharding.flat import FlatShard, unflatten
+from sharding.compression import Compression
 from sharding.mesh import ROW_AXES, SHARD_AXES
-from sharding.overlap import Exchange, ExchangeErrors, exchange_in_backward
-
-
-class Residuals(NamedTuple):
-    """What compressed exchanges of gradients have rounded off so far; a row a device, so [1, ...] under shard_map.
-
-    Attributes:
-        scattered: [devices, L, n], of the sums over the shards in each layer's backward pass; None without such.
-        reduced: of the sums over "data", once an optimizer step; None without such.
-    """
-
-    scattered: jax.Array | None = None
-    reduced: ErrorFeedback | None = None
+from sharding.overlap import Exchange, ExchangeErrors
 
 
 class DeviceGroup(Protocol):
@@ -38,8 +24,14 @@ class DeviceGroup(Protocol):
     def squared_norm(self, gradients: Any) -> jax.Array:
         """Return the sum of squares of a whole tree of gradients."""
 
-    def exchange(self, gradients: Any, residuals: Residuals) -> tuple[Any, Residuals]:
-        """Sum gradients over the replicas; returns them and the new residuals."""
+    def exchange(
+        self, gradients: Any, errors: ExchangeErrors, halfway: jax.Array | None = None
+    ) -> tuple[Any, ExchangeErrors]:
+        """Sum gradients [L, ...] over the replicas; returns them and the new residuals.
+
+        A number that is known halfway through computations beside which this runs keeps an exchange of two phases from
+        running both beside their beginning, one in the other's way. The sum is not a number unless it is finite.
+        """
 
 
 class Alone:
@@ -57,9 +49,11 @@ class Alone:
         """Sum the squares."""
         return sum_of_squares(gradients)
 
-    def exchange(self, gradients: Any, residuals: Residuals) -> tuple[Any, Residuals]:
+    def exchange(
+        self, gradients: Any, errors: ExchangeErrors, halfway: jax.Array | None = None
+    ) -> tuple[Any, ExchangeErrors]:
         """Return both as they are."""
-        return gradients, residuals
+        return gradients, errors
 
 
 ALONE = Alone()
@@ -87,26 +81,19 @@ class Group:
         """Sum the squares of the shards over the devices that hold one each."""
         return lax.psum(sum_of_squares(gradients), SHARD_AXES)
 
-    def exchange(self, gradients: Any, residuals: Residuals) -> tuple[Any, Residuals]:
-        """Sum over "data"; compressed where there are residuals."""
-        if residuals.reduced is None:
-            return lax.psum(gradients, "data"), residuals
-        vector, unravel = ravel_pytree(gradients)
-        errors = jax.tree.map(lambda row: row[0], residuals.reduced)
-        total, errors = all_reduce(vector, errors, "data", self.compression)
-        return unravel(total), residuals._replace(reduced=jax.tree.map(lambda error: error[None], errors))
-
-
-def exchange_layer(adapters: Any, residuals: jax.Array, exchange: Exchange) -> Any:
-    """Gather a layer's adapters, FlatShards, whose gradients are exchanged in the layer's backward pass.
-
-    Args:
-        adapters: a pytree of FlatShards.
-        residuals: [n]; their gradient is the new residuals.
-        exchange: over which axis, and how.
-    """
-    whole = exchange_in_backward(adapters, ExchangeErrors(residuals, None), None, exchange)
-    return jax.tree.map(unflatten, whole, is_leaf=lambda leaf: isinstance(leaf, FlatShard))
+    def exchange(
+        self, gradients: Any, errors: ExchangeErrors, halfway: jax.Array | None = None
+    ) -> tuple[Any, ExchangeErrors]:
+        """Sum over "data"; compressed where there are residuals, each layer as `sharding.overlap` does it."""
+        if errors.reduced is None:
+            return lax.psum(gradients, "data"), errors
+        exchange = Exchange(self.compression, replicas="data")
+        vectors = jax.vmap(exchange.join)(gradients)  # [L, n]
+        for number, phase in enumerate(exchange.phases):
+            if number and halfway is not None:
+                vectors = jnp.where(jnp.isfinite(halfway), vectors, jnp.nan)
+            vectors, errors = jax.vmap(phase, in_axes=(0, 0, None))(vectors, errors, None)
+        return jax.vmap(exchange.split)(vectors, gradients), errors
 
 
 def sum_of_squares(tree: Any) -> jax.Array:

@@ -12,28 +12,29 @@ that both pass through `jax.grad`, `jax.checkpoint` and `lax.scan` as parameters
     gradients, errors = jax.grad(loss, argnums=(0, 1))(chunks, errors)
 
 There the exchange comes last in a layer's backward pass, with little left to hide it under. `begin_deferred` and
-`exchange_deferred` put it under the backward pass of the layer below: the gradient waits in the loop's carry and is
-exchanged by the next iteration, whose computations do not depend on it:
+`exchange_deferred` put each of its phases under the backward pass of another layer below: gradients wait in the loop's
+carry and go through a phase an iteration, whose computations do not depend on it:
 
-    chunks, errors, waiting = begin_deferred(chunks, errors, exchange)
+    chunks, errors, earlier, waiting = begin_deferred(chunks, errors, None, exchange)
 
     def layer(carry, inputs):
         x, waiting = carry
-        chunks, errors = inputs
-        parameters, waiting = exchange_deferred(chunks, errors, None, waiting, exchange)
+        chunks, errors, earlier = inputs
+        parameters, waiting = exchange_deferred(chunks, errors, earlier, waiting, exchange)
         ...
 
-The gradients and residuals are the same. L layers take L + 1 exchanges, as the first iteration has none waiting. On
-GPUs the compiler interleaves them with computation only under its latency-hiding scheduler, which has to be asked for:
+The gradients and residuals are the same. Phases run a few times more than there are layers, since the first iterations
+have nothing waiting. On GPUs the compiler interleaves them with computation only under its latency-hiding scheduler,
+which has to be asked for:
 `jax.jit(...).lower(...).compile(compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True})`.
 
-`jax.grad` stands inside the shard_map. With several micro-batches, either each exchanges and hands its residuals to the
-next; or only the last one does, for all of them: `earlier` is the sum of the others' gradients as `Exchange.join` makes
-them, which costs a float32 array of all the layers' whole parameters.
+`jax.grad` stands inside the shard_map. With several micro-batches, each sums its gradients over the shards and hands
+its residuals to the next; the last one alone sums over the replicas, for all: `earlier` is what the others came to.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from sharding.compression import AxisName, Compression, ErrorFeedback, all_reduce, reduce_scatter
+from sharding.compression import AxisName, Compression, ErrorFeedback, all_gather, chunk_size, reduce_scatter
 
 
 class ExchangeErrors(NamedTuple):
@@ -53,8 +54,15 @@ class ExchangeErrors(NamedTuple):
         reduced: ErrorFeedback of the all-reduce over the replicas.
     """
 
-    scattered: Any
-    reduced: Any
+    scattered: Any = None
+    reduced: Any = None
+
+
+# What each phase takes next.
+Waiting = tuple[jax.Array, ...]
+
+# Takes what the phase before made, the residuals, and what `Exchange.sum` calls `earlier`.
+Phase = Callable[[jax.Array, ExchangeErrors, jax.Array | None], tuple[jax.Array, ExchangeErrors]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Exchange:
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(chunks))
         # None, not empty arrays: XLA's CPU compiler (jaxlib 0.11.2) crashes on those in a loop.
         if self.compression == "none":
-            return ExchangeErrors(None, None)
+            return ExchangeErrors()
         scattered = None if self.shards is None else jnp.zeros(size * shards, dtype)
         reduced = None if self.replicas is None else ErrorFeedback.zeros(size, replicas, dtype)
         return ExchangeErrors(scattered, reduced)
@@ -105,17 +113,89 @@ class Exchange:
         """Return one device's gradients of the whole parameters as a vector float32[n]: chunk by chunk."""
         return _join(gradients, self.shard_count()).astype(jnp.float32)
 
-    def sum(self, vector: jax.Array, errors: ExchangeErrors) -> tuple[jax.Array, ExchangeErrors]:
-        """Sum the devices' vectors float32[n]; returns this device's chunk [n / shards] and the new residuals."""
-        scattered, reduced = errors
-        if self.shards is not None:
-            vector, scattered = reduce_scatter(vector, scattered, self.shards, self.compression)
+    def join_chunks(self, chunks: Any) -> jax.Array:
+        """Return gradients shaped as this device's chunks as a vector float32[n / shards]."""
+        return _join(chunks, 1).astype(jnp.float32)
+
+    def sum(
+        self, vector: jax.Array, errors: ExchangeErrors, earlier: jax.Array | None = None
+    ) -> tuple[jax.Array, ExchangeErrors]:
+        """Sum the devices' vectors.
+
+        Args:
+            vector: float32[n].
+            errors: the residuals.
+            earlier: float32[n / shards], summed over the shards already, to be summed over the replicas too.
+
+        Returns:
+            This device's chunk float32[n / shards], at times with padding behind it, and the new residuals.
+        """
+        for phase in self.phases:
+            vector, errors = phase(vector, errors, earlier)
+        return vector, errors
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The exchanges that `sum` is made of, each of which reads and renews a residual of its own."""
+        over_shards = () if self.shards is None else (self._scatter_over_shards,)
+        if self.replicas is None:
+            return over_shards
+        if self.compression == "none":
+            return (*over_shards, self._reduce_over_replicas)
+        return (*over_shards, self._scatter_over_replicas, self._gather_over_replicas)
+
+    @property
+    def delays(self) -> ExchangeErrors:
+        """By how many layers the phase of each residual is behind the backward pass, where exchanges are deferred."""
+        if self.compression == "none":
+            return ExchangeErrors()
+        delay = self.earlier_delay
+        return ExchangeErrors(
+            None if self.shards is None else 1,
+            None if self.replicas is None else ErrorFeedback(delay, delay + 1),  # type: ignore[arg-type]
+        )
+
+    @property
+    def earlier_delay(self) -> int:
+        """The same of the phase that adds earlier gradients."""
+        return 1 if self.shards is None else 2
+
+    def nothing_waiting(self, chunks: Any) -> Waiting:
+        """Return zeros as each phase takes them; `chunks` are those of one layer."""
+        size = sum(leaf.size for leaf in jax.tree.leaves(chunks))
+        sizes = [] if self.shards is None else [size * self.shard_count()]
         if self.replicas is not None:
-            vector, reduced = all_reduce(vector, reduced, self.replicas, self.compression)
-        return vector, ExchangeErrors(scattered, reduced)
+            sizes += [size] if self.compression == "none" else [size, chunk_size(size, lax.axis_size(self.replicas))]
+        return tuple(jnp.zeros(n, jnp.float32) for n in sizes)
+
+    def _scatter_over_shards(
+        self, vector: jax.Array, errors: ExchangeErrors, earlier: jax.Array | None
+    ) -> tuple[jax.Array, ExchangeErrors]:
+        assert self.shards is not None
+        vector, residual = reduce_scatter(vector, errors.scattered, self.shards, self.compression)
+        return vector, errors._replace(scattered=residual)
+
+    def _reduce_over_replicas(
+        self, vector: jax.Array, errors: ExchangeErrors, earlier: jax.Array | None
+    ) -> tuple[jax.Array, ExchangeErrors]:
+        return lax.psum(_added(earlier, vector), self.replicas), errors
+
+    def _scatter_over_replicas(
+        self, vector: jax.Array, errors: ExchangeErrors, earlier: jax.Array | None
+    ) -> tuple[jax.Array, ExchangeErrors]:
+        assert self.replicas is not None
+        vector, residual = reduce_scatter(_added(earlier, vector), errors.reduced.sent, self.replicas, self.compression)
+        return vector, errors._replace(reduced=errors.reduced._replace(sent=residual))
+
+    def _gather_over_replicas(
+        self, vector: jax.Array, errors: ExchangeErrors, earlier: jax.Array | None
+    ) -> tuple[jax.Array, ExchangeErrors]:
+        assert self.replicas is not None
+        vector, residual = all_gather(vector, errors.reduced.owned, self.replicas, self.compression)
+        return vector, errors._replace(reduced=errors.reduced._replace(owned=residual))
 
     def split(self, chunk: jax.Array, whole: Any) -> Any:
-        """Cut a vector [n / shards] into chunks of arrays shaped as `whole`."""
+        """Cut a vector [n / shards], whatever is behind it, into chunks of arrays shaped as `whole`."""
         shards = self.shard_count()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // shards, *x.shape[1:]), x.dtype), whole)
         return _split(chunk[None], shapes)
@@ -123,6 +203,10 @@ class Exchange:
     def shard_count(self) -> int:
         """Return over how many devices the parameters are sharded."""
         return 1 if self.shards is None else lax.axis_size(self.shards)
+
+
+def _added(earlier: jax.Array | None, vector: jax.Array) -> jax.Array:
+    return vector if earlier is None else earlier + vector
 
 
 def _join(arrays: Any, parts: int) -> jax.Array:
@@ -148,7 +232,7 @@ def exchange_in_backward(chunks: Any, errors: ExchangeErrors, earlier: jax.Array
     Args:
         chunks: the parameters as this device holds them; their gradient is the sum over the devices.
         errors: the residuals; their gradient is the new residuals.
-        earlier: float32[n], gradients of earlier micro-batches to exchange together with this one's, if any.
+        earlier: see `Exchange.sum`.
         exchange: how to sum.
     """
     return exchange.gather(chunks)
@@ -164,82 +248,99 @@ def _exchange_backward(
     exchange: Exchange, kept: tuple[ExchangeErrors, jax.Array | None], gradients: Any
 ) -> tuple[Any, ExchangeErrors, None]:
     errors, earlier = kept
-    chunk, errors = exchange.sum(_accumulated(earlier, gradients, exchange), errors)
+    chunk, errors = exchange.sum(exchange.join(gradients), errors, earlier)
     return exchange.split(chunk, gradients), errors, None
 
 
 exchange_in_backward.defvjp(_exchange_forward, _exchange_backward)
 
 
-def _accumulated(earlier: jax.Array | None, gradients: Any, exchange: Exchange) -> jax.Array:
-    vector = exchange.join(gradients)
-    return vector if earlier is None else earlier + vector
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def exchange_deferred(
-    chunks: Any, errors: ExchangeErrors, earlier: jax.Array | None, waiting: jax.Array, exchange: Exchange
-) -> tuple[Any, jax.Array]:
+    chunks: Any, errors: ExchangeErrors, earlier: jax.Array | None, waiting: Waiting, exchange: Exchange
+) -> tuple[Any, Waiting]:
     """Return a layer's whole parameters, and `waiting` for the next layer.
 
-    Backwards, this layer's gradient is left waiting for the layer below, and that of the layer above is exchanged. So
-    what arrives as gradients of `chunks` and `errors` belongs to the layer above; `begin_deferred` sets that right.
+    Backwards, this layer's gradient is left waiting for the layer below, and those of layers above go through a phase
+    each: the next one through the first phase, the one above it through the second. So what arrives as gradients of
+    `chunks` and `errors` belongs to layers above; `begin_deferred` sets that right.
 
     Args:
         chunks: as in `exchange_in_backward`.
-        errors: the residuals of the layer above.
-        earlier: as in `exchange_in_backward`, of this layer.
-        waiting: float32[n].
+        errors: the residuals, each of the layer that its phase is about.
+        earlier: as in `exchange_in_backward`, likewise.
+        waiting: what `begin_deferred`, or the layer before, returned.
         exchange: how to sum.
     """
     return exchange.gather(chunks), waiting
 
 
 def _deferred_forward(
-    chunks: Any, errors: ExchangeErrors, earlier: jax.Array | None, waiting: jax.Array, exchange: Exchange
-) -> tuple[tuple[Any, jax.Array], tuple[ExchangeErrors, jax.Array | None]]:
+    chunks: Any, errors: ExchangeErrors, earlier: jax.Array | None, waiting: Waiting, exchange: Exchange
+) -> tuple[tuple[Any, Waiting], tuple[ExchangeErrors, jax.Array | None]]:
     return (exchange.gather(chunks), waiting), (errors, earlier)
 
 
 def _deferred_backward(
-    exchange: Exchange, kept: tuple[ExchangeErrors, jax.Array | None], gradients: tuple[Any, jax.Array]
-) -> tuple[Any, ExchangeErrors, None, jax.Array]:
+    exchange: Exchange, kept: tuple[ExchangeErrors, jax.Array | None], gradients: tuple[Any, Waiting]
+) -> tuple[Any, ExchangeErrors, None, Waiting]:
     errors, earlier = kept
     own, above = gradients
-    chunk, errors = exchange.sum(above, errors)
-    return exchange.split(chunk, own), errors, None, _accumulated(earlier, own, exchange)
+    passed = [exchange.join(own)]
+    for phase, vector in zip(exchange.phases, above, strict=True):
+        vector, errors = phase(vector, errors, earlier)
+        passed.append(vector)
+    return exchange.split(passed[-1], own), errors, None, tuple(passed[:-1])
 
 
 exchange_deferred.defvjp(_deferred_forward, _deferred_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def begin_deferred(chunks: Any, errors: ExchangeErrors, exchange: Exchange) -> tuple[Any, ExchangeErrors, jax.Array]:
-    """Prepare stacked parameters and residuals [L, ...] for a loop of `exchange_deferred`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def begin_deferred(
+    chunks: Any, errors: ExchangeErrors, earlier: jax.Array | None, exchange: Exchange
+) -> tuple[Any, ExchangeErrors, jax.Array | None, Waiting]:
+    """Prepare stacked parameters, residuals and earlier gradients [L, ...] for a loop of `exchange_deferred`.
 
     Returns:
-        The parameters and residuals to loop over, and what is waiting at first, float32[n].
+        What to loop over in their places, and what is waiting at first.
     """
-    # In the loop a layer's exchange is that of the layer above: the last one has nothing to exchange.
-    shifted = jax.tree.map(lambda e: jnp.concatenate([e[1:], jnp.zeros_like(e[:1])]), errors)
-    size = sum(leaf[0].size for leaf in jax.tree.leaves(chunks)) * exchange.shard_count()
-    return chunks, shifted, jnp.zeros(size, jnp.float32)
+    errors = jax.tree.map(_of_layers_above, errors, exchange.delays)
+    earlier = jax.tree.map(functools.partial(_of_layers_above, layers=exchange.earlier_delay), earlier)
+    return chunks, errors, earlier, exchange.nothing_waiting(jax.tree.map(lambda chunk: chunk[0], chunks))
 
 
-def _begin_forward(
-    chunks: Any, errors: ExchangeErrors, exchange: Exchange
-) -> tuple[tuple[Any, ExchangeErrors, jax.Array], ExchangeErrors]:
-    return begin_deferred(chunks, errors, exchange), jax.tree.map(lambda e: e[0], errors)
+def _of_layers_above(stack: jax.Array, layers: int) -> jax.Array:
+    """Give each layer what belongs to that so many layers above it, and zeros to the topmost."""
+    return jnp.concatenate([stack[layers:], jnp.zeros_like(stack[:layers])])
+
+
+def _begin_forward(chunks: Any, errors: ExchangeErrors, earlier: jax.Array | None, exchange: Exchange) -> tuple:
+    bottom = jax.tree.map(lambda stack: stack[: len(exchange.phases)], (errors, earlier))
+    return begin_deferred(chunks, errors, earlier, exchange), bottom
 
 
 def _begin_backward(
-    exchange: Exchange, first_errors: ExchangeErrors, gradients: tuple[Any, ExchangeErrors, jax.Array]
-) -> tuple[Any, ExchangeErrors]:
-    above, errors_above, waiting = gradients
-    first, first_errors = exchange.sum(waiting, first_errors)
-    leaves = jax.tree.map(lambda x: x[0], above)
-    bottom = (_split(first[None], leaves), first_errors)
-    return jax.tree.map(lambda own, rest: jnp.concatenate([own[None], rest[:-1]]), bottom, (above, errors_above))
+    exchange: Exchange,
+    bottom: tuple[ExchangeErrors, jax.Array | None],
+    gradients: tuple[Any, ExchangeErrors, Any, Waiting],
+) -> tuple[Any, ExchangeErrors, None]:
+    """Take what the loop left waiting through its remaining phases, and move all results to their layers."""
+    above, errors_above, _, waiting = gradients
+    layers = len(jax.tree.leaves(above)[0])
+    sums, residuals = [], []
+    for layer, vector in enumerate(waiting[:layers]):
+        errors, earlier = jax.tree.map(lambda stack, layer=layer: stack[layer], bottom)
+        for phase in exchange.phases[layer:]:
+            vector, errors = phase(vector, errors, earlier)
+        sums.append(_split(vector[None], jax.tree.map(lambda stack: stack[0], above)))
+        residuals.append(errors)
+
+    def below(stack: jax.Array, delay: int, *of_bottom: jax.Array) -> jax.Array:
+        return jnp.concatenate([jnp.stack(of_bottom[:delay]), stack[: max(layers - delay, 0)]])
+
+    chunks = jax.tree.map(lambda stack, *of_bottom: below(stack, len(waiting), *of_bottom), above, *sums)
+    return chunks, jax.tree.map(below, errors_above, exchange.delays, *residuals), None
 
 
 begin_deferred.defvjp(_begin_forward, _begin_backward)

@@ -1,8 +1,9 @@
 """From whole arrays to arrays spread over a mesh, and back: the form that a train step works on.
 
 Parameters of layers lie flat (`sharding.flat`), cut into equal pieces whatever their shape; tables of words are cut
-into equal ranges of rows; what is small (norms, biases, offsets, counters) is everywhere. A piece is padded to a
-multiple of UNIT elements, so that the 8-bit optimizer's blocks of 256 are the same for every number of devices.
+into equal ranges of rows; of what differs between devices each has its row; what is small (norms, biases, offsets,
+counters) is everywhere. A piece is padded to a multiple of UNIT elements, so that the 8-bit optimizer's blocks of 256
+are the same for every number of devices.
 """
 
 import math

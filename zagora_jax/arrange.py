@@ -21,28 +21,41 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     mesh = choose_mesh(config) if mesh is None else mesh
     _check(config, mesh)
     if config.strategy != "layerwise":
-        return Distribution(mesh, model, config.gradient_compression)
+        return Distribution(mesh, model, config.gradient_compression, config.gradient_exchange)
     return Pipeline(mesh, model, _layers_of_stages(config, model, mesh), config.gradient_compression)
 
 
 def _check(config: TrainConfig, mesh: Mesh) -> None:
-    compression = config.gradient_compression
+    compression, exchange = config.gradient_compression, config.gradient_exchange
+    given = [f"--gradient-compression {compression}"] if compression != "none" else []
+    given += [f"--gradient-exchange {exchange}"] if exchange != "synchronous" else []
+    if given and mesh.shape["data"] * shard_count(mesh) == 1:
+        raise UserError(
+            f"{' '.join(given)}: one device has nobody to send gradients to; leave it out, or use more devices"
+        )
+    if exchange != "synchronous" and config.strategy == "layerwise":
+        raise UserError(
+            f"--gradient-exchange {exchange} does not go with --strategy layerwise, whose stages exchange their "
+            "gradients as soon as each is done with the step; leave it out"
+        )
+    if exchange == "delayed" and mesh.shape["data"] == 1:
+        raise UserError(
+            "--gradient-exchange delayed: is between replicas, and the mesh has none (data is 1); use "
+            "--gradient-exchange overlapped, or --mesh.data 2 or more"
+        )
     if compression == "none":
         return
-    if mesh.shape["data"] * shard_count(mesh) == 1:
-        raise UserError(
-            f"--gradient-compression {compression}: one device has nobody to send gradients to; leave it out, or use "
-            "more devices"
-        )
     if shard_count(mesh) > 1 and config.strategy == "layerwise":
         raise UserError(
             f"--gradient-compression {compression} with --strategy layerwise compresses what travels between replicas "
             "of the pipeline, along --mesh.data; leave --mesh.fsdp and --mesh.tensor at 1"
         )
-    if shard_count(mesh) > 1 and config.compute_dtype == "float16":
+    in_backward = shard_count(mesh) > 1 or exchange == "overlapped"
+    if config.compute_dtype == "float16" and in_backward:
         raise UserError(
-            "--gradient-compression over fsdp or tensor does not go with --compute-dtype float16, whose loss scale "
-            "changes between steps while residuals keep the old one; use bfloat16, or --strategy replicas"
+            f"--gradient-compression {compression} in the backward pass, as over fsdp, over tensor, or with "
+            "--gradient-exchange overlapped, does not go with --compute-dtype float16, whose loss scale changes while "
+            "residuals keep the old one; use bfloat16, or --strategy replicas with another --gradient-exchange"
         )
 
 

@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models.parameters import Path
-from sharding.group import Residuals
 from zagora_jax.data.batches import Batch
-from zagora_jax.step import ForwardOptions, TrainState
+from zagora_jax.step import ForwardOptions
+from zagora_jax.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ class CompiledStep(Protocol):
 
     def __call__(self, state: Any, frozen: nnx.State, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
         """Return the new state and the metrics; the old state is used up."""
+
+    def finish(self, state: Any) -> tuple[Any, Mapping[str, Any]]:
+        """Apply what the last step left for a next one; returns the new state, and metrics of that if there was any."""
 
     def planned_memory(self) -> dict[jax.Device, int]:
         """Return the bytes that the step needs of each device."""
@@ -81,8 +84,12 @@ class Arrangement(Protocol):
     def whole(self, path: Path, value: Any) -> Any:
         """See `Destination`."""
 
-    def no_residuals(self) -> Residuals:
-        """Return the whole residuals before the first step."""
+    @property
+    def exchange_state(self) -> dict[str, Any]:
+        """Say what the residuals and pending gradients of a whole state belong to."""
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Add to a whole state before the first step what the exchange of gradients keeps from step to step."""
 
     def put_state(self, whole: TrainState) -> Any:
         """Lay a whole training state out."""

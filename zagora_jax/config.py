@@ -254,7 +254,14 @@ class TrainConfig(CommandConfig):
     )
     gradient_compression: Literal["none", "int8", "int4"] = Field(
         default="none",
-        description="How gradients travel between replicas: as float32, or quantised with error feedback.",
+        description="How gradients travel between devices: as they are, or quantised with error feedback. They cross "
+        "data once an optimizer step; fsdp once a micro-batch, since no device holds the gradients of all layers.",
+    )
+    gradient_exchange: Literal["synchronous", "overlapped", "delayed"] = Field(
+        default="synchronous",
+        description="When gradients travel: synchronous (over data behind the backward pass, over fsdp behind each "
+        "layer's), overlapped (each layer's under the backward pass of the layer below; the numbers are the same), or "
+        "delayed (over data under the whole next step, which applies them one step late; over fsdp as overlapped).",
     )
 
     device_memory_limit: float | None = Field(

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,12 @@ from models.placement import Placement
 from models.quantization import parts
 from models.quantization.parts import Segments
 from sharding.compiler import compiler_options
-from sharding.compression import Compression, ErrorFeedback
+from sharding.compression import Compression
 from sharding.flat import gather
-from sharding.group import Group, Residuals, exchange_layer
+from sharding.group import Group
+from sharding.layer_exchange import LayerExchange
 from sharding.mesh import SHARD_AXES, rows_divisor, shard_count
-from sharding.overlap import Exchange
+from sharding.overlap import Exchange, ExchangeErrors
 from sharding.program import collectives, memory, traffic
 from sharding.rules import named_sharding
 from sharding.spread import Spread
@@ -33,8 +34,12 @@ from zagora_jax.arrangement import CompiledEvaluation, Recipe
 from zagora_jax.checkpoints.load import set_layer
 from zagora_jax.data.batches import Batch
 from zagora_jax.optimizer import QuantizedMoment
-from zagora_jax.step import ForwardOptions, TrainState, make_evaluation_step, make_train_step
+from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
 from zagora_jax.tensor_parts import tensor_segments
+from zagora_jax.train_state import Pending, TrainState
+from zagora_jax.update import Metrics, Update
+
+GradientExchange = Literal["synchronous", "overlapped", "delayed"]
 
 BATCH_AXES = ("accumulation", "rows", "tokens")
 
@@ -46,12 +51,14 @@ class Distribution:
     Attributes:
         mesh: the devices, see `sharding.mesh`.
         model: the declared model.
-        compression: how gradients travel between replicas.
+        compression: how gradients travel.
+        exchange: when they do: at once, under the backward pass of other layers, or between replicas a step later.
     """
 
     mesh: Mesh
     model: Llama
     compression: Compression = "none"
+    exchange: GradientExchange = "synchronous"
 
     @property
     def rows_divisor(self) -> int:
@@ -59,9 +66,9 @@ class Distribution:
         return rows_divisor(self.mesh)
 
     @property
-    def scatters_compressed(self) -> bool:
-        """Whether gradients are summed over the shards compressed, in each layer's backward pass."""
-        return self.compression != "none" and shard_count(self.mesh) > 1
+    def exchange_state(self) -> dict[str, Any]:
+        """Say what the residuals and pending gradients of a training state belong to."""
+        return {"compression": self.compression, "exchange": self.exchange, "mesh": dict(self.mesh.shape)}
 
     @cached_property
     def segments(self) -> dict[str, Segments]:
@@ -74,14 +81,37 @@ class Distribution:
 
     @cached_property
     def placement(self) -> Placement:
-        """How the model reaches parameters on this mesh."""
+        """How the model reaches parameters on this mesh, without gradients."""
         placement = Placement(fetch=gather, vocabulary=ShardedVocabulary(self.model.config.vocab_size))
         if self.segments:
             placement = replace(placement, part=Parts(self.segments).own, enter=enter, leave=leave)
-        if not self.scatters_compressed:
-            return placement
-        exchange = Exchange(self.compression, shards=SHARD_AXES, dtype=self.model.dtype)
-        return replace(placement, adapters=partial(exchange_layer, exchange=exchange))
+        return placement
+
+    @cached_property
+    def training_placement(self) -> Placement:
+        """The same with gradients, which each micro-batch sums over the shards in the backward pass of each layer."""
+        if self._layer_exchange.shards is None:
+            return self.placement  # whose fetching sums them
+        exchange = replace(self._layer_exchange, replicas=None)
+        return replace(self.placement, adapters=LayerExchange(exchange, deferred=self.exchange != "synchronous"))
+
+    @cached_property
+    def last_placement(self) -> Placement | None:
+        """The same for the last micro-batch, where that also sums over "data" in the backward pass."""
+        if self.exchange != "overlapped" or self._layer_exchange.replicas is None:
+            return None
+        return replace(self.placement, adapters=LayerExchange(self._layer_exchange, deferred=True))
+
+    @cached_property
+    def _layer_exchange(self) -> Exchange:
+        """The exchange of one layer's gradients, over axes that have several devices.
+
+        Uncompressed, the sum over the shards is the transpose of the adapters' gathers, one a matrix, which the
+        compiler puts under the layer's other computations by itself.
+        """
+        replicas = "data" if self.mesh.shape["data"] > 1 else None
+        shards = SHARD_AXES if shard_count(self.mesh) > 1 and self.compression != "none" else None
+        return Exchange(self.compression, replicas, shards, self.model.dtype)
 
     @cached_property
     def group(self) -> Group:
@@ -144,29 +174,32 @@ class Distribution:
             optimizer,
             everywhere(whole.loss_scale),
             self._residuals(),
+            self._pending() if self.exchange == "delayed" else None,
         )
 
-    def _residuals(self) -> Residuals:
-        """The residuals of compressed exchanges: a row a device."""
-        if self.compression == "none":
-            return Residuals()
+    def _residuals(self) -> ExchangeErrors:
+        """The residuals of compressed exchanges."""
         replicas, shards = self.mesh.shape["data"], shard_count(self.mesh)
-        layers, elements = self.model.config.num_layers, self._adapter_elements()
+        of_layer = jax.eval_shape(lambda: self._layer_exchange.no_errors(self._chunks(), replicas, shards))
+        return jax.tree.map(self._of_row, of_layer)
 
-        def of_row(leaf: jax.ShapeDtypeStruct) -> Spread:
-            whole = jax.ShapeDtypeStruct((self.mesh.size, *leaf.shape), leaf.dtype)
-            return Spread(self.mesh, whole, ("devices", *(None,) * len(leaf.shape)))
+    def _pending(self) -> Pending:
+        """Gradients that wait for their exchange."""
+        gradients = jax.tree.map(self._of_row, nnx.to_pure_dict(self._chunks()))
+        return Pending(gradients, Spread(self.mesh, jax.ShapeDtypeStruct((), jnp.bool_), ()))  # type: ignore[arg-type]
 
-        scattered = jax.ShapeDtypeStruct((layers, elements), jnp.bfloat16)
-        reduced = jax.eval_shape(lambda: ErrorFeedback.zeros(layers * elements // shards, replicas))
-        return Residuals(
-            scattered=of_row(scattered) if shards > 1 else None,  # type: ignore[arg-type]
-            reduced=jax.tree.map(of_row, reduced) if replicas > 1 else None,
+    def _chunks(self) -> nnx.State:
+        """Shape and dtype of what a device has of the gradients of one layer's adapters."""
+        shards = shard_count(self.mesh)
+        return jax.tree.map(
+            lambda spread: jax.ShapeDtypeStruct((spread.stored[1] // shards,), spread.whole.dtype), self.adapters
         )
 
-    def _adapter_elements(self) -> int:
-        """Elements of a layer's adapters, padding included."""
-        return sum(spread.stored[1] for spread in jax.tree.leaves(self.adapters))
+    def _of_row(self, of_layer: jax.ShapeDtypeStruct) -> Spread:
+        """Return the Spread of arrays [devices, L, ...] of which each device has a row of its own."""
+        shape = (self.mesh.size, self.model.config.num_layers, *of_layer.shape)
+        axes = ("devices", *(None,) * (len(shape) - 1))
+        return Spread(self.mesh, jax.ShapeDtypeStruct(shape, of_layer.dtype), axes)
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return the stack of layers of a frozen parameter, spread, without values yet; a `Destination`'s method."""
@@ -198,9 +231,14 @@ class Distribution:
         """Spread a tree of whole arrays; each device receives its part alone."""
         return jax.tree.map(lambda spread, array: spread.put(array), spreads, whole)
 
-    def no_residuals(self) -> Residuals:
-        """Return the whole residuals before the first step."""
-        return jax.tree.map(lambda spread: jnp.zeros(spread.whole.shape, spread.whole.dtype), self._residuals())
+    def begin(self, state: TrainState) -> TrainState:
+        """Add to a whole state before the first step what the exchange of gradients keeps from step to step."""
+        pending = self._pending() if self.exchange == "delayed" else None
+        # On the host, since all devices' rows may be too much for one of them.
+        residuals, pending = jax.tree.map(
+            lambda spread: np.zeros(spread.whole.shape, spread.whole.dtype), (self._residuals(), pending)
+        )
+        return state._replace(residuals=residuals, pending=pending)
 
     def put_state(self, whole: TrainState) -> TrainState:
         """Spread a training state."""
@@ -224,6 +262,7 @@ class Distribution:
         kinds["LoRA"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.adapters))
         kinds["optimizer"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.optimizer))
         kinds["residuals"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.residuals))
+        kinds["pending gradients"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.pending))
         return kinds
 
     def layout(self, like: TrainState) -> dict[str, Any]:
@@ -248,10 +287,19 @@ class Distribution:
             recipe.options,
             max_grad_norm=recipe.max_grad_norm,
             dropout_seed=recipe.dropout_seed,
-            placement=self.placement,
+            placement=self.training_placement,
+            last_placement=self.last_placement,
             group=self.group,
         )
-        return SpreadStep(self, self.compile_step(step, whole, batch))
+        return SpreadStep(self, self.compile_step(step, whole, batch), self._compile_flush(recipe, whole))
+
+    def _compile_flush(self, recipe: Recipe, whole: TrainState) -> jax.stages.Compiled | None:
+        """Compile what applies the gradients that the last step leaves pending."""
+        if self.exchange != "delayed":
+            return None
+        update = Update(recipe.optimizer, recipe.schedule, recipe.max_grad_norm, self.group)
+        state = jax.tree.map(lambda spread: spread.abstract(), self.state(whole))
+        return self.compile(update.flush, (state,), (specs_of(state), PartitionSpec()), donated=(0,))
 
     def compile_step(
         self, step: Callable[[TrainState, nnx.State, Batch], Any], whole: TrainState, batch: Batch
@@ -305,10 +353,15 @@ class SpreadStep:
 
     distribution: Distribution
     compiled: jax.stages.Compiled
+    flush: jax.stages.Compiled | None = None
 
     def __call__(self, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Take the step; `batch` is on the host."""
         return self.compiled(state, frozen, self.distribution.put_batch(batch))
+
+    def finish(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """Apply the gradients that the last step leaves pending, if any."""
+        return (state, {}) if self.flush is None else self.flush(state)
 
     def planned_memory(self) -> dict[jax.Device, int]:
         """Return the bytes that the program needs, the same of every device."""

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -12,15 +11,16 @@ from jax.sharding import Mesh
 from models.llama import Ends, Llama
 from models.parameters import Path, by_path
 from sharding.compression import Compression, ErrorFeedback
-from sharding.group import Residuals
 from sharding.mesh import rows_divisor, stage_mesh
+from sharding.overlap import ExchangeErrors
 from zagora_jax.arrangement import CompiledEvaluation, CompiledStep, Recipe
 from zagora_jax.checkpoints.load import is_stacked
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution, describe_devices
 from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep
 from zagora_jax.stage import PipelineState, Stage
-from zagora_jax.step import ForwardOptions, TrainState
+from zagora_jax.step import ForwardOptions
+from zagora_jax.train_state import TrainState
 
 
 class Pipeline:
@@ -108,15 +108,20 @@ class Pipeline:
             for index, stage in enumerate(self.stages)
         ]
 
-    def no_residuals(self) -> Residuals:
-        """Return the residuals before the first step, by layers, so that they do not depend on the cut."""
-        of_stages = [stage.distribution.no_residuals().reduced for stage in self.stages]
-        if of_stages[0] is None:
-            return Residuals()
-        layers, width = self.model.config.num_layers, sum(self.stages[0].adapter_widths)
-        dtype = of_stages[0].sent.dtype
-        sent = jnp.zeros((self.mesh.shape["data"], layers, width), dtype)
-        return Residuals(reduced=ErrorFeedback(sent, jnp.zeros((layers, width), dtype)))
+    @property
+    def exchange_state(self) -> dict[str, Any]:
+        """Say what the residuals of a whole state belong to; they are by layers, so not to a cut into stages."""
+        return {"compression": self.compression, "exchange": "layerwise", "mesh": {"data": self.mesh.shape["data"]}}
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Add the residuals before the first step to a whole state."""
+        of_stage = self.stages[0].distribution.begin(state).residuals.reduced
+        if of_stage is None:
+            return state
+        layers, width, dtype = self.model.config.num_layers, sum(self.stages[0].adapter_widths), of_stage.sent.dtype
+        sent = np.zeros((self.mesh.shape["data"], layers, width), dtype)
+        reduced = ErrorFeedback(sent, np.zeros((layers, width), dtype))  # type: ignore[arg-type]
+        return state._replace(residuals=ExchangeErrors(reduced=reduced))
 
     def put_state(self, whole: TrainState) -> PipelineState:
         """Lay a training state out."""
@@ -129,13 +134,13 @@ class Pipeline:
         def join(*leaves: np.ndarray) -> np.ndarray:
             return np.concatenate(leaves) if leaves[0].ndim else leaves[0]
 
-        whole = jax.tree.map(join, *(part._replace(residuals=Residuals()) for part in parts))
+        whole = jax.tree.map(join, *(part._replace(residuals=ExchangeErrors()) for part in parts))
         by_layer = [part.residuals.reduced for part in parts]
         if by_layer[0] is None:
             return whole
         sent, owned = zip(*by_layer, strict=True)  # type: ignore[arg-type]
         reduced = ErrorFeedback(np.concatenate(sent, axis=1), np.concatenate(owned))  # type: ignore[arg-type]
-        return whole._replace(residuals=Residuals(reduced=reduced))
+        return whole._replace(residuals=ExchangeErrors(reduced=reduced))
 
     def put_adapters(self, whole: nnx.State) -> tuple[nnx.State, ...]:
         """Lay whole adapters out."""

@@ -20,7 +20,8 @@ from zagora_jax.arrangement import Recipe
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import wire_bytes
 from zagora_jax.stage import PipelineState, Place, Stage, StagePrograms
-from zagora_jax.step import ForwardOptions, TrainState
+from zagora_jax.step import ForwardOptions
+from zagora_jax.train_state import TrainState
 
 if TYPE_CHECKING:
     from zagora_jax.pipeline import Pipeline
@@ -88,6 +89,10 @@ class PipelineStep:
         if state.stages[0].loss_scale is not None:
             metrics["loss_scale"] = scale
         return PipelineState(tuple(new for new, _ in updates)), metrics
+
+    def finish(self, state: PipelineState) -> tuple[PipelineState, Mapping[str, Any]]:
+        """Return the state: nothing is left to apply."""
+        return state, {}
 
     @staticmethod
     def _scale_and_step(state: PipelineState) -> tuple[np.float32, np.int32]:

@@ -30,7 +30,11 @@ FREE_OPTIONS = {
     "plan_check",
     "strategy",  # where arrays lie changes no number but by the order of sums
     "stage_layers",  # likewise
-    "mesh",  # likewise; how many rows a step has is compared with the data
+    "mesh",  # likewise
+    "micro_batch_size",  # likewise; how many rows a step has is compared with the data
+    "gradient_accumulation_steps",  # likewise
+    "gradient_compression",  # what an exchange keeps is compared with `exchange`, and begun anew
+    "gradient_exchange",  # likewise
 }
 
 
@@ -44,21 +48,34 @@ class Progress:
         options: every option that decides what the steps compute.
         total_steps: the steps that the learning rate falls over; None where it is constant, so that a run can be
             made longer.
+        exchange: what the state of the exchange of gradients belongs to.
+        pending: whether there are gradients that the next step applies.
     """
 
     model: str
     data: dict[str, Any]
     options: dict[str, Any]
     total_steps: int | None
+    exchange: dict[str, Any]
+    pending: bool
 
     @classmethod
-    def of(cls, config: TrainConfig, base: BaseModel, batches: BatchIterator, total_steps: int) -> "Progress":
+    def of(
+        cls,
+        config: TrainConfig,
+        base: BaseModel,
+        batches: BatchIterator,
+        total_steps: int,
+        exchange: dict[str, Any],
+    ) -> "Progress":
         """Describe the run that `config` asks for, as it stands at the next batch of `batches`."""
         return cls(
             model=base.fingerprint(),
             data=batches.get_state(),
             options=config.model_dump(mode="json", exclude=FREE_OPTIONS),
             total_steps=None if config.schedule == "constant" else total_steps,
+            exchange=exchange,
+            pending=False,
         )
 
 

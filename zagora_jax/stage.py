@@ -12,13 +12,16 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.parameters import Path, by_path, split
+from sharding.flat import bare
 from sharding.program import MemoryPlan, memory
 from sharding.residuals import from_layers, to_layers
 from sharding.rules import named_sharding, partition_spec
 from zagora_jax.arrangement import Recipe
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution, specs_of
-from zagora_jax.step import ForwardOptions, TrainState, hidden_states, loss_sum, row_keys, updated
+from zagora_jax.step import ForwardOptions, hidden_states, loss_sum, row_keys
+from zagora_jax.train_state import TrainState, next_scale
+from zagora_jax.update import as_rows, changed, chosen
 
 EVERYWHERE = PartitionSpec()
 ACTIVATION_AXES = ("rows", "tokens", None)
@@ -72,7 +75,7 @@ class Stage:
     def part_of(self, whole: TrainState) -> TrainState:
         """Cut the stage's layers out of a whole state (of arrays or of shapes); residuals are left out."""
         adapters, optimizer = (jax.tree.map(self._part, tree) for tree in (whole.adapters, whole.optimizer))
-        return whole._replace(adapters=adapters, optimizer=optimizer, residuals=self.distribution.no_residuals())
+        return self.distribution.begin(whole._replace(adapters=adapters, optimizer=optimizer))
 
     def put_state(self, whole: TrainState) -> TrainState:
         """Lay the stage's part of a whole state out."""
@@ -80,7 +83,7 @@ class Stage:
         if part.residuals.reduced is not None:
             by_layer = whole.residuals.reduced
             own = by_layer._replace(sent=by_layer.sent[:, self.layers], owned=by_layer.owned[self.layers])  # type: ignore[union-attr]
-            part = part._replace(residuals=part.residuals._replace(reduced=from_layers(own, self.adapter_widths)))
+            part = part._replace(residuals=part.residuals._replace(reduced=from_layers(own)))
         return self.distribution.put_state(part)
 
     def whole_state(self, state: TrainState, like: TrainState) -> TrainState:
@@ -88,7 +91,7 @@ class Stage:
         part = self.distribution.whole_state(state, self.part_of(like))
         if part.residuals.reduced is None:
             return part
-        by_layer = to_layers(part.residuals.reduced, self.adapter_widths)
+        by_layer = to_layers(part.residuals.reduced)
         return part._replace(residuals=part.residuals._replace(reduced=by_layer))
 
     def _part(self, leaf: Any) -> Any:
@@ -252,9 +255,9 @@ class StagePrograms:
         group = self.stage.distribution.group
 
         def exchange(gradients: nnx.State, residuals: Any, scale: jax.Array) -> tuple[nnx.State, Any, jax.Array]:
-            own = jax.tree.map(lambda g: g[0] / scale, gradients)
-            total, residuals = group.exchange(own, residuals)
-            return total, residuals, group.squared_norm(total)
+            own, errors = jax.tree.map(lambda row: row[0], (gradients, residuals))
+            total, errors = group.exchange(jax.tree.map(lambda g: g / scale, own), errors)
+            return total, as_rows(errors), group.squared_norm(total)
 
         arguments = (self._gradients, self._state.residuals, self.stage.everywhere(jnp.float32))
         out_specs = (specs_of(self._state.adapters), specs_of(self._state.residuals), EVERYWHERE)
@@ -267,8 +270,13 @@ class StagePrograms:
             state: TrainState, gradients: nnx.State, residuals: Any, norm: jax.Array, finite: jax.Array
         ) -> tuple[TrainState, jax.Array]:
             rate = jnp.asarray(recipe.schedule(state.updates), jnp.float32)
-            new = updated(recipe.optimizer, state, gradients, residuals, norm, finite, recipe.max_grad_norm)
-            return new, rate
+            of_adapters = bare(nnx.to_pure_dict(gradients))
+            new = changed(recipe.optimizer, state, of_adapters, norm, finite, recipe.max_grad_norm)
+            return new._replace(
+                step=state.step + 1,
+                loss_scale=next_scale(state.loss_scale, finite),
+                residuals=chosen(finite, residuals, state.residuals),
+            ), rate
 
         stage = self.stage
         numbers = (stage.everywhere(jnp.float32), stage.everywhere(jnp.bool_))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,39 +12,13 @@ from flax import nnx
 from models.cross_entropy import cross_entropy_sum
 from models.llama import Llama
 from models.placement import LOCAL, Placement
-from sharding.flat import bare, clothed
-from sharding.group import ALONE, DeviceGroup, Residuals
+from sharding.flat import bare
+from sharding.group import ALONE, DeviceGroup
+from sharding.layer_exchange import Exchanged
+from sharding.overlap import ExchangeErrors
 from zagora_jax.data.batches import Batch
-
-
-class TrainState(NamedTuple):
-    """What training changes. Everything here, and nothing else, is saved to resume.
-
-    Attributes:
-        step: int32, finished optimizer steps.
-        updates: int32, those of them whose gradients were finite, so that they changed the adapter.
-        adapters: the float32 LoRA parameters.
-        optimizer: optax's state.
-        loss_scale: the present scale of float16 gradients, None in other dtypes.
-        residuals: what compressed exchanges of gradients have rounded off so far.
-    """
-
-    step: jax.Array
-    updates: jax.Array
-    adapters: nnx.State
-    optimizer: optax.OptState
-    loss_scale: "LossScale | None"
-    residuals: Residuals = Residuals()
-
-
-class LossScale(NamedTuple):
-    """Dynamic loss scaling (arXiv:1710.03740): halved on overflow, doubled after GROWTH_INTERVAL clean steps."""
-
-    scale: jax.Array  # float32
-    clean_steps: jax.Array  # int32
-
-
-INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 200
+from zagora_jax.train_state import Pending, TrainState, next_scale
+from zagora_jax.update import Metrics, Update, as_rows, chosen
 
 
 @dataclass(frozen=True)
@@ -64,21 +38,13 @@ class ForwardOptions:
     offload_activations: bool = False
 
 
-def initial_state(adapters: nnx.State, optimizer: optax.GradientTransformation, compute_dtype: str) -> TrainState:
-    """Return the state before the first step."""
-    loss_scale = None
-    if compute_dtype == "float16":
-        loss_scale = LossScale(jnp.float32(INITIAL_SCALE), jnp.int32(0))
-    return TrainState(jnp.int32(0), jnp.int32(0), adapters, optimizer.init(nnx.to_pure_dict(adapters)), loss_scale)
-
-
 def hidden_states(
     model: Llama,
     batch: Batch,
     options: ForwardOptions,
     dropout_keys: jax.Array | None,
     placement: Placement = LOCAL,
-    residuals: jax.Array | None = None,
+    exchanged: Exchanged | None = None,
     **of_part: Any,
 ) -> jax.Array:
     """Run `model` over one micro-batch, see `Llama.hidden_states`: [M, S, hidden]."""
@@ -91,7 +57,7 @@ def hidden_states(
         offload=options.offload_activations,
         dropout_keys=dropout_keys,
         placement=placement,
-        residuals=residuals,
+        exchanged=exchanged,
         **of_part,
     )
 
@@ -102,14 +68,14 @@ def loss_sum(
     options: ForwardOptions,
     dropout_keys: jax.Array | None,
     placement: Placement = LOCAL,
-    residuals: jax.Array | None = None,
+    exchanged: Exchanged | None = None,
     **of_part: Any,
 ) -> jax.Array:
     """Sum the loss over the supervised tokens of one micro-batch (arrays [M, S]; dropout keys [M]).
 
     `of_part` is what `Llama.hidden_states` takes beside for a part of the layers.
     """
-    hidden = hidden_states(model, batch, options, dropout_keys, placement, residuals, **of_part)
+    hidden = hidden_states(model, batch, options, dropout_keys, placement, exchanged, **of_part)
     flat = hidden.reshape(-1, hidden.shape[-1])  # [M*S, hidden]
     targets, weights = batch.targets.reshape(-1), batch.weights.reshape(-1)
     return cross_entropy_sum(flat, model.head, targets, weights, vocabulary=placement.vocabulary)
@@ -124,13 +90,15 @@ def make_train_step(
     max_grad_norm: float,
     dropout_seed: int | None,
     placement: Placement = LOCAL,
+    last_placement: Placement | None = None,
     group: DeviceGroup = ALONE,
-) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, Metrics]]:
     """Build the function (state, frozen, batch [A, M, S]) -> (state, metrics) that is to be jitted.
 
     The loss is the sum over supervised tokens divided by their number (by the sum of their weights, where rows have
     some), both over the whole optimizer step, so that it is the same for every split into micro-batches. A step whose
-    gradients are not finite leaves parameters and optimizer as they were.
+    gradients are not finite leaves parameters and optimizer as they were. With gradients pending in the state, those
+    are applied, and the step's own take their place.
 
     Args:
         graph: the model's structure.
@@ -140,53 +108,91 @@ def make_train_step(
         max_grad_norm: the global norm that gradients are clipped to; 0 does not clip.
         dropout_seed: seeds the adapters' dropout, None switches it off.
         placement: reaches parameters that are spread over devices.
+        last_placement: the same for the last micro-batch, where that sums the gradients of all over the replicas.
         group: reaches the devices that share the rows; with it, the function is for use under shard_map.
     """
 
     def micro_batch_loss(
-        adapters: nnx.State, residuals: Any, frozen: nnx.State, batch: Batch, keys: Any, scale: Any
+        adapters: nnx.State,
+        errors: ExchangeErrors,
+        earlier: nnx.State | None,
+        placement: Placement,
+        frozen: nnx.State,
+        batch: Batch,
+        keys: Any,
+        scale: Any,
     ) -> Any:
-        total = loss_sum(nnx.merge(graph, frozen, adapters), batch, options, keys, placement, residuals)
+        model = nnx.merge(graph, frozen, adapters)
+        total = loss_sum(model, batch, options, keys, placement, Exchanged(errors, earlier))
         return total * scale, total
 
-    def accumulated(state: TrainState, frozen: nnx.State, batch: Batch, scale: jax.Array) -> tuple[nnx.State, Any, Any]:
-        """Sum gradients, times `scale`, and losses over this device's part of the micro-batches."""
-        rows = batch.tokens.shape[1]
-        differentiated = jax.grad(micro_batch_loss, argnums=(0, 1), has_aux=True)
+    # The "gradient" of the residuals is the new residuals: see sharding.overlap.
+    differentiated = jax.grad(micro_batch_loss, argnums=(0, 1), has_aux=True)
+
+    def accumulated(
+        state: TrainState, frozen: nnx.State, batch: Batch, scale: jax.Array
+    ) -> tuple[nnx.State, jax.Array, ExchangeErrors, jax.Array]:
+        """Sum gradients, times `scale`, and losses over this device's part of the micro-batches.
+
+        Returns:
+            The gradients, the loss, the residuals, and the loss as it is halfway: ahead of the last backward pass.
+        """
+        rows, indices = batch.tokens.shape[1], jnp.arange(len(batch.tokens))
+        own = jax.tree.map(lambda row: row[0], state.residuals)
+
+        def of_micro_batch(
+            index: jax.Array, micro_batch: Batch, errors: ExchangeErrors, earlier: Any, placement: Placement
+        ) -> Any:
+            keys = row_keys(dropout_seed, state.step, index, group.first_row(rows), rows)
+            return differentiated(state.adapters, errors, earlier, placement, frozen, micro_batch, keys, scale)
 
         def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
-            gradients, total, residuals = carry
+            gradients, total, errors = carry
             index, micro_batch = inputs
-            keys = row_keys(dropout_seed, state.step, index, group.first_row(rows), rows)
-            # The "gradient" of the residuals is the new residuals: see sharding.overlap.
-            (gradient, residuals), loss = differentiated(state.adapters, residuals, frozen, micro_batch, keys, scale)
-            return (jax.tree.map(jnp.add, gradients, gradient), total + loss, residuals), None
+            (gradient, errors), loss = of_micro_batch(index, micro_batch, errors, None, placement)
+            return (jax.tree.map(jnp.add, gradients, gradient), total + loss, errors), None
 
-        zeros = jax.tree.map(jnp.zeros_like, state.adapters)
-        own_residuals = jax.tree.map(lambda rows: rows[0], state.residuals.scattered)
-        start = (zeros, jnp.float32(0), own_residuals)
-        (gradients, total, own_residuals), _ = jax.lax.scan(accumulate, start, (jnp.arange(len(batch.tokens)), batch))
-        return gradients, total, jax.tree.map(lambda own: own[None], own_residuals)
+        # The last micro-batch is computed apart from the others where it exchanges more, or something halfway.
+        is_last_apart = last_placement is not None or (state.pending is not None and own.reduced is not None)
+        in_loop = len(indices) - is_last_apart
+        carry = (jax.tree.map(jnp.zeros_like, state.adapters), jnp.float32(0), own._replace(reduced=None))
+        if in_loop:
+            carry, _ = jax.lax.scan(accumulate, carry, jax.tree.map(lambda x: x[:in_loop], (indices, batch)))
+        halfway = carry[1]
+        if is_last_apart and last_placement is None:
+            carry, _ = accumulate(carry, jax.tree.map(lambda x: x[-1], (indices, batch)))
+        gradients, total, errors = carry
+        errors = errors._replace(reduced=own.reduced)
+        if last_placement is not None:
+            index, micro_batch = jax.tree.map(lambda x: x[-1], (indices, batch))
+            earlier = gradients if in_loop else None
+            (gradients, errors), loss = of_micro_batch(index, micro_batch, errors, earlier, last_placement)
+            total += loss
+        return gradients, total, errors, halfway if in_loop else total
 
-    def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    update = Update(optimizer, schedule, max_grad_norm, group)
+
+    def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = batch.weights
         weight, supervised = group.total(jnp.stack([weights.sum(), (weights > 0).sum(dtype=weights.dtype)]))
         count = jnp.where(weight > 0, weight, 1)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        gradients, total, scattered = accumulated(state, frozen, batch, scale / count)
-        residuals = state.residuals._replace(scattered=scattered)
-        gradients, residuals = group.exchange(jax.tree.map(lambda g: g / scale, gradients), residuals)
+        summed, total, errors, halfway = accumulated(state, frozen, batch, scale / count)
+        gradients = jax.tree.map(lambda g: g / scale, bare(nnx.to_pure_dict(summed)))
         loss = group.total(total) / count
-        norm = jnp.sqrt(group.squared_norm(gradients))
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        new = updated(optimizer, state, gradients, residuals, norm, finite, max_grad_norm)
-        metrics = {
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": jnp.asarray(schedule(state.updates), jnp.float32),
-            "supervised_tokens": supervised,
-            "finite": finite,
-        }
+        if state.pending is None:
+            if last_placement is None:
+                gradients, errors = group.exchange(gradients, errors)
+            new, finite, metrics = update.apply(state, gradients, jnp.isfinite(loss))
+            residuals = chosen(finite, as_rows(errors), state.residuals)
+        else:
+            new, metrics = update.flush(state, halfway)
+            finite = jnp.isfinite(loss) & jnp.isfinite(group.total(group.squared_norm(gradients)))
+            new = new._replace(pending=Pending(as_rows(gradients), finite))
+            scattered = chosen(finite, as_rows(errors.scattered), state.residuals.scattered)
+            residuals = new.residuals._replace(scattered=scattered)
+        new = new._replace(step=state.step + 1, loss_scale=next_scale(state.loss_scale, finite), residuals=residuals)
+        metrics |= {"loss": loss, "supervised_tokens": supervised, "finite": finite}
         if state.loss_scale is not None:
             metrics["loss_scale"] = scale
         return new, metrics
@@ -202,42 +208,6 @@ def row_keys(
         return None
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), micro_batch)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows))
-
-
-def updated(
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    gradients: nnx.State,
-    residuals: Residuals,
-    norm: jax.Array,
-    finite: jax.Array,
-    max_grad_norm: float,
-) -> TrainState:
-    """Return the state after a step whose gradients have the global norm `norm`; all stands still if not `finite`."""
-    if max_grad_norm:
-        clip = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_
-        gradients = jax.tree.map(lambda g: g * clip, gradients)
-    whole = (nnx.to_pure_dict(state.adapters), state.optimizer)
-    old, old_optimizer = bare(whole)
-    updates, new_optimizer = optimizer.update(bare(nnx.to_pure_dict(gradients)), old_optimizer, old)
-    candidate = (optax.apply_updates(old, updates), new_optimizer, residuals)
-    *kept, residuals = jax.tree.map(
-        lambda new, before: jnp.where(finite, new, before), candidate, (old, old_optimizer, state.residuals)
-    )
-    values, optimizer_state = clothed(tuple(kept), whole)
-    adapters = jax.tree.map(lambda x: x, state.adapters)
-    nnx.replace_by_pure_dict(adapters, values)
-    loss_scale = _next_scale(state.loss_scale, finite)
-    return TrainState(state.step + 1, state.updates + finite, adapters, optimizer_state, loss_scale, residuals)
-
-
-def _next_scale(loss_scale: LossScale | None, finite: jax.Array) -> LossScale | None:
-    if loss_scale is None:
-        return None
-    clean = jnp.where(finite, loss_scale.clean_steps + 1, 0)
-    grow = clean >= GROWTH_INTERVAL
-    scale = jnp.where(finite, jnp.where(grow, loss_scale.scale * 2, loss_scale.scale), loss_scale.scale / 2)
-    return LossScale(jnp.maximum(scale, 1.0), jnp.where(grow, 0, clean))
 
 
 def make_evaluation_step(

@@ -32,7 +32,7 @@ from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.resume import Progress, find_saved
 from zagora_jax.run_directory import MetricsFile, RunDirectory
-from zagora_jax.step import TrainState, initial_state
+from zagora_jax.train_state import TrainState, initial_state
 
 MAX_SKIPPED_IN_A_ROW = 5
 
@@ -93,7 +93,7 @@ class _Run:
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
         self.state_shapes = jax.eval_shape(self._new_state)
         self.iterator = self.batches.from_step(0, self.total_steps)
-        self.progress = Progress.of(config, self.base, self.iterator, self.total_steps)
+        self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
         self.saved = find_saved(self.directory, config, self.progress, self.iterator)
         self.first_step = 0 if self.saved is None else self.saved.step
 
@@ -118,7 +118,7 @@ class _Run:
         if self.saved is None:
             self._evaluate(measure, state, "loss_before")
         if compiled is not None:
-            state = self._loop(lambda state, batch: compiled(state, frozen, batch), measure, state)
+            state = self._loop(compiled, frozen, measure, state)
         self._evaluate(measure, state, "loss_after")
         return self._result()
 
@@ -135,6 +135,11 @@ class _Run:
             self.reporter.say(f"{self.directory.path}: no step was saved here yet, so this run begins at the first one")
         facts = self._facts()
         self.reporter.banner("zagora-jax train", facts)
+        if self.config.gradient_exchange == "delayed":
+            self.reporter.say(
+                "gradient exchange delayed: each step applies the gradients of the one before, so the first applies "
+                "none; the last one's are applied at the end"
+            )
         if self.batches.width > (context := self.base.model.config.max_positions):
             self.reporter.say(
                 f"warning: rows have up to {self.batches.width} tokens, but the model's context is {context}"
@@ -183,15 +188,28 @@ class _Run:
         """Return the whole state before the first step, on one device."""
         adapters = initial_adapter(self.declared_adapters, self.config.seed)
         state = initial_state(adapters, self.optimizer, self.config.compute_dtype)
-        return state._replace(residuals=self.arrangement.no_residuals())
+        return self.arrangement.begin(state)
 
     def _initial_state(self) -> TrainState:
         """Return the state to go on from, spread over the devices: a new one, or the saved one."""
         whole = self._new_state()
         if self.saved is not None:
+            same = self.saved.progress.exchange == self.progress.exchange
             with SavedStates(self.directory.checkpoints) as states:
-                whole = states.restore(self.saved.step, whole)
+                whole = states.restore(self.saved.step, whole, exchange=same)
+            if not same:
+                self._say_what_is_lost(self.saved.progress)
         return self.arrangement.put_state(whole)
+
+    def _say_what_is_lost(self, saved: Progress) -> None:
+        """Tell what a state that was saved with another exchange of gradients cannot hand over to this one."""
+        lost = ["what compression had rounded off"] if saved.exchange["compression"] != "none" else []
+        lost += [f"the gradients of step {self.first_step}, which no step has applied"] if saved.pending else []
+        if lost:
+            self.reporter.say(
+                "warning: the mesh or the exchange of gradients is not that of the checkpoint, whose state of it is "
+                f"left behind: {', and '.join(lost)}"
+            )
 
     def _compile_evaluation(self, frozen: nnx.State) -> Measure | None:
         if self.eval_batches is None:
@@ -239,7 +257,9 @@ class _Run:
         for name, size in wire.items():
             self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
 
-    def _loop(self, step: Step, measure: Measure | None, state: TrainState) -> TrainState:
+    def _loop(
+        self, compiled: CompiledStep, frozen: nnx.State, measure: Measure | None, state: TrainState
+    ) -> TrainState:
         config, first, last = self.config, self.first_step, self.total_steps
         skipped = 0
         with (
@@ -251,7 +271,10 @@ class _Run:
             if first:
                 self._save_adapter(self.arrangement.whole_state(state, self.state_shapes))
             for number in range(first + 1, last + 1):
-                state, metrics = self._step(step, state, number)
+                state, metrics = self._step(lambda state, batch: compiled(state, frozen, batch), state, number)
+                if number == last:
+                    state, left = compiled.finish(state)
+                    metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
                 skipped = 0 if metrics["finite"] else skipped + 1
                 if config.eval_every and number % config.eval_every == 0 and number < last and measure:
                     metrics["eval_loss"] = measure(state).loss
@@ -290,7 +313,8 @@ class _Run:
         whole = self.arrangement.whole_state(state, self.state_shapes)
         # The adapter first: a state that is there always has its adapter beside it.
         self._save_adapter(whole)
-        states.save(whole, asdict(replace(self.progress, data=self.iterator.get_state())))
+        pending = whole.pending is not None and bool(whole.pending.usable)
+        states.save(whole, asdict(replace(self.progress, data=self.iterator.get_state(), pending=pending)))
 
     def _save_adapter(self, whole: TrainState) -> None:
         save_adapter(

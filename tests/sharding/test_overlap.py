@@ -55,7 +55,7 @@ def run_layers(layer, x, chunks, errors, earlier, exchange: Exchange, form: str)
     policy = jax.checkpoint_policies.nothing_saveable
     remat = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False) if "remat" in form else lambda f: f
     if "deferred" in form:
-        chunks, errors, waiting = begin_deferred(chunks, errors, exchange)
+        chunks, errors, earlier, waiting = begin_deferred(chunks, errors, earlier, exchange)
         return jax.lax.scan(remat(deferring_body), (x, waiting), (chunks, errors, earlier))[0][0]
     return jax.lax.scan(remat(body), x, (chunks, errors, earlier))[0]
 
@@ -140,21 +140,20 @@ def weighted_sum_layers(layout: str, kind: str, form: str, weights, errors, step
     parameters = np.ones((LAYERS, weights.shape[-1]), np.float32)
     if errors is None:
         errors = stacked_no_errors(parameters, replicas, shards, exchange)
-    if earlier is not None:
-        earlier = earlier.reshape(-1, weights.shape[-1])
     step = on_mesh(local, replicas, shards, (CHUNKS, OWN, OWN, OWN), (CHUNKS, OWN, OWN))
     return step(parameters, errors, weights, earlier)
 
 
-def exchanged_layer_by_layer(layout: str, kind: str, weights, steps: int):
+def exchanged_layer_by_layer(layout: str, kind: str, weights, steps: int, earlier=None):
     """What the exchange itself makes of the devices' gradients [devices, L, n]."""
     replicas, shards, exchange = with_compression(layout, kind)
 
-    def local(weights, errors):
+    def local(weights, errors, earlier):
         for _ in range(steps):
             sums, new = [], []
             for layer in range(LAYERS):
-                total, left = exchange.sum(weights[0, layer], jax.tree.map(lambda e, layer=layer: e[layer], errors))
+                of_layer = jax.tree.map(lambda e, layer=layer: e[layer], (errors, earlier))
+                total, left = exchange.sum(weights[0, layer], *of_layer)
                 sums.append(total)
                 new.append(left)
             errors = jax.tree.map(lambda *e: jnp.stack(e), *new)
@@ -162,7 +161,7 @@ def exchanged_layer_by_layer(layout: str, kind: str, weights, steps: int):
 
     parameters = np.ones((LAYERS, weights.shape[-1]), np.float32)
     errors = stacked_no_errors(parameters, replicas, shards, exchange)
-    return on_mesh(local, replicas, shards, (OWN, OWN), (CHUNKS, OWN))(weights, errors)
+    return on_mesh(local, replicas, shards, (OWN, OWN, OWN), (CHUNKS, OWN))(weights, errors, earlier)
 
 
 def draw_weights(layout: str, n: int = 600, seed: int = 0) -> np.ndarray:
@@ -185,13 +184,15 @@ def test_compressed_gradients_and_residuals_come_out_of_the_backward_pass(layout
 
 
 @pytest.mark.parametrize("form", ["plain", "deferred"])
-def test_earlier_gradients_are_exchanged_with_the_last(form: str) -> None:
-    layout = "both"
-    weights, earlier = draw_weights(layout), draw_weights(layout, seed=1)
+def test_earlier_gradients_are_summed_over_the_replicas_with_the_last(form: str) -> None:
+    layout, shards = "both", MESHES["both"][1]
+    weights, earlier = draw_weights(layout), draw_weights(layout, 600 // shards, seed=1)
+    earlier = earlier.reshape(-1, earlier.shape[-1])  # [devices * L, n / shards]
     gradients, errors, _ = weighted_sum_layers(layout, "int4", form, weights, None, earlier=earlier)
-    want, want_errors = exchanged_layer_by_layer(layout, "int4", earlier + weights, steps=1)
+    want, want_errors = exchanged_layer_by_layer(layout, "int4", weights, steps=1, earlier=earlier)
     np.testing.assert_array_equal(gradients, want)
     jax.tree.map(np.testing.assert_array_equal, errors, want_errors)
+    assert np.any(gradients != exchanged_layer_by_layer(layout, "int4", weights, steps=1)[0])
 
 
 def mlp_gradient(form: str, kind: str):
@@ -215,7 +216,7 @@ def test_layers_exchange_one_compressed_message_a_phase_in_the_loop(form: str) -
     step, arguments = mlp_gradient(form, "int4")
     found = collectives(step.lower(*arguments).compile())
     assert {c.dtype for c in found} == {"u8"}
-    # A deferred exchange is that of the layer above; the bottom layer's follows behind the loop.
+    # A deferred phase is that of a layer above; what is left of the bottom layers follows behind the loop.
     exchanges = {"plain": {LAYERS}, "deferred": {LAYERS, 1}}[form]
     for kind in ("all-to-all", "all-gather"):
         assert {c.loop_trips for c in found if c.kind == kind} == exchanges

@@ -25,7 +25,8 @@ from models.parameters import Adapter, Frozen
 from models.quantization import dequantize, nf4
 from zagora_jax.data.batches import Batch
 from zagora_jax.optimizer import make_optimizer, make_schedule
-from zagora_jax.step import ForwardOptions, initial_state, make_train_step
+from zagora_jax.step import ForwardOptions, make_train_step
+from zagora_jax.train_state import initial_state
 
 # Sizes with which an array tells what it is. Only arrays over the vocabulary have a dimension that 1009 divides. With
 # few tokens, a stack of 16 of the smallest weights has more elements than any other array of a right program.

@@ -42,6 +42,7 @@ CODES = {math.prod(shape) // 2 for shape in WEIGHTS}  # bytes of a layer's array
 SCALES = {math.prod(shape) // 64 for shape in WEIGHTS}
 ADAPTERS = {RANK * side for shape in ADAPTED for side in shape}  # elements
 ADAPTER_ELEMENTS = RANK * sum(map(sum, ADAPTED))  # of a layer
+SPREAD = ("--mesh.data", "2", "--mesh.fsdp", "2")
 FLOATS = ("f32", "bf16", "f16")
 
 
@@ -77,12 +78,12 @@ def fsdp() -> Program:
 
 @pytest.fixture(scope="module")
 def int8() -> Program:
-    return Program("--mesh.data", "2", "--mesh.fsdp", "2", "--gradient-compression", "int8")
+    return Program(*SPREAD, "--gradient-compression", "int8")
 
 
 @pytest.fixture(scope="module")
 def int4() -> Program:
-    return Program("--mesh.data", "2", "--mesh.fsdp", "2", "--gradient-compression", "int4")
+    return Program(*SPREAD, "--gradient-compression", "int4")
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +228,51 @@ def wide_gradients(program: Program) -> list[Collective]:
 
 def test_uncompressed_gradients_would_be_seen(fsdp: Program) -> None:
     assert {math.prod(c.shape) for c in wide_gradients(fsdp)} == ADAPTERS
+
+
+def gradient_messages(program: Program, axis: str) -> list[Collective]:
+    """What crosses of compressed gradients along a mesh axis: all that is u8, but for codes, gathered over fsdp."""
+    kinds = ("all-to-all",) if axis == "fsdp" else ("all-to-all", "all-gather")
+    return [c for c in program.exchanges if c.axes == (axis,) and c.kind in kinds and c.dtype == "u8"]
+
+
+def under_computations(messages: list[Collective]) -> float:
+    """The share of bytes that travels, asynchronously, while matrices are multiplied or a loop runs."""
+    hidden = [c for c in messages if any(i.opcode == "while" or "gemm" in i.name for i in c.overlapped)]
+    assert all(c.asynchronous for c in hidden)
+    return sum(c.wire_bytes for c in hidden) / sum(c.wire_bytes for c in messages)
+
+
+@pytest.fixture(scope="module")
+def overlapped() -> Program:
+    return Program(*SPREAD, "--gradient-compression", "int8", "--gradient-exchange", "overlapped")
+
+
+@pytest.fixture(scope="module")
+def delayed() -> Program:
+    return Program(*SPREAD, "--gradient-compression", "int8", "--gradient-exchange", "delayed")
+
+
+def test_overlapped_gradients_cross_under_the_backward_pass_of_other_layers(int8: Program, overlapped: Program) -> None:
+    for axis in ("data", "fsdp"):
+        # All but those of the bottom layers, a few for each phase, which have no layer below.
+        messages = gradient_messages(overlapped, axis)
+        assert under_computations([c for c in messages if c.loop_trips != 1]) == 1
+        assert under_computations(messages) > 1 - 4 / LAYERS
+        assert sum(c.loop_trips or 0 for c in messages if c.kind == "all-to-all") >= LAYERS
+        assert under_computations(gradient_messages(int8, axis)) == 0
+    assert memory(overlapped.compiled).peak < 1.1 * memory(int8.compiled).peak
+
+
+def test_delayed_gradients_cross_under_the_whole_next_step(int8: Program, delayed: Program) -> None:
+    messages = gradient_messages(delayed, "data")
+    assert {c.kind for c in messages} == {"all-to-all", "all-gather"}  # two phases
+    for message in messages:
+        assert message.loop_trips == 1
+        assert message.asynchronous
+        loops = [i for i in message.overlapped if i.opcode == "while"]
+        assert LAYERS - 2 <= max(i.trip_count or 0 for i in loops) <= LAYERS  # one over layers
+    assert under_computations(gradient_messages(int8, "data")) == 0
 
 
 # What a step needs of each of four cards at one row a device, in GiB: compiled whole, so half a minute a case.

@@ -20,7 +20,8 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.pipeline import Pipeline
-from zagora_jax.step import ForwardOptions, initial_state
+from zagora_jax.step import ForwardOptions
+from zagora_jax.train_state import initial_state
 
 # Both sides compute in float32, and differ in the order of sums over rows and devices alone.
 TOLERANCE = 2e-4
@@ -69,7 +70,7 @@ def trained(arrangement, subject, batches, optimizer="adamw", packed=True, dtype
     schedule = make_schedule("cosine", 1e-3, 0, 22)
     made = make_optimizer(optimizer, schedule, 0.01)
     options = ForwardOptions(kernel="chunked", remat="full", segmented=packed)
-    whole = initial_state(subject.adapters, made, dtype)._replace(residuals=arrangement.no_residuals())
+    whole = arrangement.begin(initial_state(subject.adapters, made, dtype))
     step = arrangement.compile_training(Recipe(made, schedule, options, 1.0, dropout_seed=0), whole, batches[0])
     state, frozen = arrangement.put_state(whole), laid_out(arrangement, subject.frozen)
     numbers = []

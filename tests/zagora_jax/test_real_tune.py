@@ -19,7 +19,8 @@ from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batches
 from zagora_jax.data.tokenize import Preparation, tokenize_rows
 from zagora_jax.optimizer import make_optimizer, make_schedule
-from zagora_jax.step import ForwardOptions, initial_state, make_evaluation_step, make_train_step
+from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
+from zagora_jax.train_state import initial_state
 
 pytest.importorskip("torch")
 

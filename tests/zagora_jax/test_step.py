@@ -12,13 +12,14 @@ from oracles import tiny_llama
 
 from models.lora import initial_adapter
 from models.parameters import split
-from zagora_jax import step as step_module
+from zagora_jax import train_state
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batches
 from zagora_jax.data.examples import Example, Examples
 from zagora_jax.data.sources import Location
-from zagora_jax.step import ForwardOptions, LossScale, initial_state, make_evaluation_step, make_train_step
+from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
+from zagora_jax.train_state import LossScale, initial_state
 
 ROWS = 8
 # The tests compile many small programs, whose speed does not matter.
@@ -210,7 +211,7 @@ def test_float16_halves_its_scale_on_overflow_and_skips_the_step(half):
 
 def test_float16_doubles_its_scale_after_clean_steps(half):
     subject, step = half
-    almost = step_module.GROWTH_INTERVAL - 1
+    almost = train_state.GROWTH_INTERVAL - 1
     state, _ = step(scaled(subject, 2.0**8, clean_steps=almost - 1), subject.frozen, batch_of(1, ROWS))
     assert (float(state.loss_scale.scale), int(state.loss_scale.clean_steps)) == (2.0**8, almost)
     state, _ = step(state, subject.frozen, batch_of(1, ROWS))
@@ -226,5 +227,5 @@ def test_float16_scale_never_falls_below_one(half):
 
 
 def test_float16_starts_with_a_scale_and_others_have_none(subject, half):
-    assert half[0].state().loss_scale.scale == step_module.INITIAL_SCALE
+    assert half[0].state().loss_scale.scale == train_state.INITIAL_SCALE
     assert subject.state().loss_scale is None

@@ -14,7 +14,7 @@ from runs import finished_run, tiny_config
 from zagora_jax.checkpoints.peft import read_adapter, write_adapter
 from zagora_jax.checkpoints.run_state import StateWriter
 from zagora_jax.errors import UserError
-from zagora_jax.step import initial_state
+from zagora_jax.train_state import initial_state
 from zagora_jax.tuned import open_tuned
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from zagora_jax.checkpoints.atomic import fsync_directory
 from zagora_jax.errors import UserError
-from zagora_jax.step import TrainState
+from zagora_jax.train_state import TrainState
 
 # Where a state that is no longer wanted is renamed to before its files are removed.
 DELETED = ".deleted"
@@ -51,15 +51,11 @@ class StateWriter:
             OSError: the disk is full or broken; the states saved before stand.
         """
         # As arrays of the host, which can be restored to any devices.
-        adapters, training = jax.device_get(_parts(state))
+        items = {name: ocp.args.StandardSave(item) for name, item in jax.device_get(_parts(state)).items() if item}
         try:
             saved = self._manager.save(
                 int(state.step),
-                args=ocp.args.Composite(
-                    adapters=ocp.args.StandardSave(adapters),
-                    training=ocp.args.StandardSave(training),
-                    progress=ocp.args.JsonSave(dict(progress)),
-                ),
+                args=ocp.args.Composite(**items, progress=ocp.args.JsonSave(dict(progress))),
             )
         except ValueError as error:  # what tensorstore makes of an error of the operating system
             code = re.search(r"os_error_code='(\d+)'", str(error))
@@ -106,11 +102,19 @@ class SavedStates:
         """
         return self._read(step, progress=ocp.args.JsonRestore())
 
-    def restore(self, step: int, like: TrainState) -> TrainState:
-        """Read the state of `step` into arrays like those of `like` (which gives shapes, dtypes and shardings)."""
-        _, training = _parts(like)
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, training)
-        restored = self._read(step, training=ocp.args.StandardRestore(target))
+    def restore(self, step: int, like: TrainState, *, exchange: bool = True) -> TrainState:
+        """Read the state of `step` into arrays like those of `like` (which gives shapes, dtypes and shardings).
+
+        Args:
+            step: the step.
+            like: the state before the first step.
+            exchange: whether to read what the exchange of gradients keeps, or to leave that as it is in `like`.
+        """
+        restored: dict[str, Any] = {}
+        for name, item in _parts(like).items():
+            if item and name != "adapters" and (exchange or name != "exchange"):
+                target = jax.tree.map(ocp.utils.to_shape_dtype_struct, item)
+                restored |= self._read(step, **{name: ocp.args.StandardRestore(target)})
         return like._replace(adapters=self.adapters(step, like.adapters), **restored)
 
     def adapters(self, step: int, like: nnx.State) -> nnx.State:
@@ -139,7 +143,17 @@ class SavedStates:
         self._manager.close()
 
 
-def _parts(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part a state into the adapter, which other commands read too, and what only training needs."""
+def _parts(state: TrainState) -> dict[str, dict[str, Any]]:
+    """Part a state into the items of a checkpoint.
+
+    They are the adapter, which other commands read too; what only training needs; and of that, for its own, what the
+    exchange of gradients keeps, whose shapes depend on the mesh.
+    """
     training = {name: value for name, value in state._asdict().items() if value is not None}
-    return nnx.to_pure_dict(training.pop("adapters")), training
+    adapters = nnx.to_pure_dict(training.pop("adapters"))
+    exchange = {name: training.pop(name) for name in ("residuals", "pending") if name in training}
+    return {
+        "adapters": adapters,
+        "training": training,
+        "exchange": {name: kept for name, kept in exchange.items() if jax.tree.leaves(kept)},
+    }

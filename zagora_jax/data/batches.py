@@ -183,7 +183,9 @@ class Batches:
         mixed = any(share.passes != 1 for share in self._mixture)
         return {
             "rows": self.fingerprint,
-            "shape": list(self._shape),
+            # Into which micro-batches a step's sequences are split changes no number but by the order of sums.
+            "sequences_a_step": self._shape[0] * self._shape[1],
+            "sequence_length": self.width,
             "packing": self._packing,
             "seed": self._seed,
             "shuffle": self._shuffle,

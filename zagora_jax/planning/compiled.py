@@ -14,7 +14,7 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import SpreadStep
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
-from zagora_jax.step import TrainState, initial_state
+from zagora_jax.train_state import TrainState, initial_state
 
 
 def compile_planned(config: TrainConfig, mesh: Mesh, base: BaseModel | None = None) -> CompiledStep:
@@ -36,7 +36,7 @@ def compile_planned(config: TrainConfig, mesh: Mesh, base: BaseModel | None = No
 
     def new_state() -> TrainState:
         state = initial_state(initial_adapter(split(base.model)[2], config.seed), optimizer, config.compute_dtype)
-        return state._replace(residuals=arrangement.no_residuals())
+        return arrangement.begin(state)
 
     recipe = Recipe(
         optimizer,

@@ -21,7 +21,7 @@ class DeviceMemory:
         weights: frozen parameters: packed codes, scales, embeddings, norms.
         lora: the adapters.
         optimizer: the optimizer's moments.
-        error_feedback: residuals of compressed gradient exchanges.
+        error_feedback: residuals of compressed gradient exchanges, and gradients that wait for theirs.
         activations: what the forward pass keeps of all layers for the backward pass.
         gathered: layers that are brought together from their parts.
         workspace: the rest: dequantised weights, one layer's activations, gradients, logits, the batch.

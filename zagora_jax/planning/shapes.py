@@ -14,7 +14,7 @@ from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer
-from zagora_jax.step import TrainState, initial_state
+from zagora_jax.train_state import TrainState, initial_state
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Shapes:
 
     def arguments(self, config: TrainConfig) -> Arguments:
         """Return what the step's arguments take of each device, the batch left out."""
-        return self._arguments(
-            config.optimizer, config.compute_dtype, config.gradient_compression, tuple(mesh_shape(config).items())
-        )
+        exchange = (config.gradient_compression, config.gradient_exchange)
+        return self._arguments(config.optimizer, config.compute_dtype, exchange, tuple(mesh_shape(config).items()))
 
     @functools.cached_property
     def layer_weight_bytes(self) -> int:
@@ -68,14 +67,16 @@ class Shapes:
         return split(self.base.model)[2]
 
     def _arguments_of(
-        self, optimizer: str, dtype: str, compression: str, axes: tuple[tuple[str, int], ...]
+        self, optimizer: str, dtype: str, exchange: tuple[str, str], axes: tuple[tuple[str, int], ...]
     ) -> Arguments:
         shape = dict(axes)
         mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-        distribution = Distribution(mesh, self.base.model, compression)  # type: ignore[arg-type]
+        distribution = Distribution(mesh, self.base.model, *exchange)  # type: ignore[arg-type]
         kinds = distribution.device_bytes(self._state(optimizer, dtype))
-        lora, moments, residuals = (kinds.pop(kind) for kind in ("LoRA", "optimizer", "residuals"))
-        return Arguments(sum(kinds.values()), lora, moments, residuals)
+        lora, moments, residuals, pending = (
+            kinds.pop(kind) for kind in ("LoRA", "optimizer", "residuals", "pending gradients")
+        )
+        return Arguments(sum(kinds.values()), lora, moments, residuals + pending)
 
     def _state_of(self, optimizer: str, dtype: str) -> TrainState:
         make = functools.partial(

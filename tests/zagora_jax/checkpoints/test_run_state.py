@@ -17,7 +17,7 @@ from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import make_optimizer
-from zagora_jax.step import LossScale, TrainState, initial_state
+from zagora_jax.train_state import LossScale, TrainState, initial_state
 
 PROGRESS = {"model": "abc", "data": {"next_index": 3}}
 

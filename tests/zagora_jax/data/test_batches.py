@@ -139,7 +139,7 @@ def test_state_of_other_data_or_options_is_refused():
     for changes, named in (
         ({"examples": make_examples(8, seed=1)}, "rows"),
         ({"seed": 1}, r"seed \(0 before, 1 now\)"),
-        ({"micro_batch_size": 1}, "shape"),
+        ({"micro_batch_size": 1}, r"sequences_a_step \(2 before, 1 now\)"),
         ({"packing": True}, "packing"),
         ({"shuffle": False}, "shuffle"),
         ({"mixture": [Share(range(8), 2.0)]}, r"mixture \(None before, \[\[8, 2.0\]\] now\)"),
