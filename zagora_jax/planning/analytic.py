@@ -17,10 +17,10 @@ ERROR = 0.07  # of the peak, at most
 
 # The workspace in multiples of: the largest dequantised weight, one layer's intermediate and hidden activations, and
 # the adapter's gradients.
-WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.56, 3.7, 12.0, 0.1
+WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.5, 3.55, 11.7, 0.2
 # Layers that are there at a time, the ones that arrive ahead of their turn included. Where the arguments alone are more
 # than four fifths of the device, XLA schedules for least memory, and next to nothing arrives ahead.
-GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.4, 0.1, 0.8
+GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
 
 
 def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str, device: int | None) -> DeviceMemory:

@@ -1,0 +1,86 @@
+"""The estimate of memory against compiled programs: recorded ones everywhere, new ones where the plugin is.
+
+compiled_peaks.jsonl holds what jax 0.10.2 planned for absent GPUs: bytes of a device, and of its pinned host memory.
+`pytest -m slow` compiles all of them again.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from absent_gpus import needs_cudnn, needs_plugin
+
+from sharding.mesh import make_mesh
+from sharding.program import memory
+from sharding.targets import GPUS, absent_devices
+from zagora_jax.base import open_base
+from zagora_jax.config import LoraConfig
+from zagora_jax.planning.analytic import ERROR, estimate_memory
+from zagora_jax.planning.candidates import train_config
+from zagora_jax.planning.compiled import compile_planned_step
+from zagora_jax.planning.memory import read_memory
+from zagora_jax.planning.shapes import Shapes, mesh_shape
+
+RECORDED = [json.loads(line) for line in Path(__file__).with_name("compiled_peaks.jsonl").read_text().splitlines()]
+NAMES = [
+    f"{case['count']} x {case['gpu']} " + " ".join(f"{name}={value}" for name, value in case["settings"].items())
+    for case in RECORDED
+]
+# What takes seconds to compile: one card, two of which share a small model's weights.
+FEW = [
+    ("rtx4090", 1, {"model": "synthetic:llama-3.2-1b", "sequence_length": 1024, "remat": "attention"}),
+    ("rtx3060", 2, {"model": "synthetic:tinyllama-1.1b", "sequence_length": 1024, "mesh.fsdp": 2, "mesh.data": 1}),
+]
+
+
+@functools.cache
+def shapes(model, rank):
+    return Shapes(open_base(model, quantization="nf4", dtype="bfloat16", lora=LoraConfig(rank=rank)))
+
+
+def estimated(gpu, settings):
+    config = train_config(settings)
+    kernel = "chunked" if config.packing or config.attention == "chunked" else "cudnn"
+    return estimate_memory(config, shapes(config.model, config.lora.rank), kernel, GPUS[gpu].memory_bytes)
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=NAMES)
+def test_recorded_programs_are_estimated_within_the_stated_error(case):
+    estimate = estimated(case["gpu"], case["settings"])
+    assert estimate.peak == pytest.approx(case["peak"], rel=ERROR)
+    assert estimate.host == case["host"]
+
+
+def compiled(gpu, count, settings):
+    config = train_config({"gradient_accumulation_steps": 1, **settings})
+    mesh = make_mesh(mesh_shape(config), absent_devices(gpu, count))
+    own = shapes(config.model, config.lora.rank)
+    program = compile_planned_step(config, mesh, own.base)
+    return program, read_memory(program, mesh.shape, own.arguments(config), own.base.model.config)
+
+
+@needs_plugin
+@pytest.mark.parametrize(("gpu", "count", "settings"), FEW)
+def test_programs_are_estimated_within_the_stated_error(gpu, count, settings):
+    settings = {"gradient_accumulation_steps": 1, "attention": "chunked", **settings}
+    program, read = compiled(gpu, count, settings)
+    estimate = estimated(gpu, settings)
+    assert estimate.peak == pytest.approx(read.peak, rel=ERROR)
+    # The parts are parts of what XLA planned, and those of the arguments are exact.
+    plan = memory(program)
+    assert read.peak == plan.peak
+    arguments = read.weights + read.lora + read.optimizer + read.error_feedback
+    assert arguments == pytest.approx(plan.arguments, abs=64 * settings["sequence_length"])  # the batch
+    assert (read.gathered > 0) == (count > 1)
+    assert read.activations == estimate.activations
+
+
+@needs_plugin
+@needs_cudnn
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RECORDED, ids=NAMES)
+def test_recorded_programs_still_compile_to_what_is_estimated(case):
+    _, read = compiled(case["gpu"], case["count"], case["settings"])
+    assert read.peak == pytest.approx(case["peak"], rel=0.05)
+    assert estimated(case["gpu"], case["settings"]).peak == pytest.approx(read.peak, rel=ERROR)
