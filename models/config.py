@@ -1,6 +1,6 @@
 """What a model is made of, read from a Hugging Face configuration."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +98,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     known = ", ".join(FAMILIES)
     if name is None:
         raise ValueError(f"config.json: no model_type; known families: {known}")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: model_type {name!r} is not a known family; known families: {known}")
     return FAMILIES[name]
 
@@ -106,7 +106,8 @@ def _family(config: Mapping[str, Any]) -> Family:
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Fill in what the family assumes, leave out what is null, and refuse what no family has."""
     defaults = dict(family.defaults)
-    if any("rope_theta" in (config.get(block) or ()) for block in ("rope_parameters", "rope_scaling")):
+    blocks = (config.get(block) for block in ("rope_parameters", "rope_scaling"))
+    if any(isinstance(block, Mapping) and "rope_theta" in block for block in blocks):
         defaults.pop("rope_theta", None)
     config = {key: value for key, value in {**defaults, **config}.items() if value is not None}
     if (activation := config.get("hidden_act", "silu")) != "silu":
@@ -142,8 +143,8 @@ def _positive(config: Mapping[str, Any], key: str, default: Any = None) -> int:
 
 def _positive_number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"config.json: {key} must be a positive number, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"config.json: {key} must be a positive number, found {value!r:.40}")
     return float(value)
 
 

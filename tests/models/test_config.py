@@ -131,6 +131,9 @@ def test_configs_are_hashable_values():
         ({"attention_bias": "false"}, "attention_bias must be true or false, found 'false'"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a positive number, found '1e-6'"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, found 0"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is not a known family"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number, found 1000"),
+        ({"rope_scaling": 1}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "foo"}}, "config.json:rope_scaling.rope_type 'foo' is not supported"),
     ],
 )

@@ -8,6 +8,7 @@ from zagora_jax.errors import UserError
 
 # A Llama tokenizer.json has about 17 MB; no JSON file of a checkpoint comes near this size.
 MAX_JSON_BYTES = 512 * 1024**2
+MAX_DIGITS = 300
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -19,10 +20,17 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _number(digits: str) -> int:
+    """Read a whole number that a float can hold: sizes and rates are reckoned with, and no file has longer ones."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
 def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
     """Parse `data` as a JSON object without duplicate keys; `source` names it in errors."""
     try:
-        content = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        content = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_int=_number)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{source} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):

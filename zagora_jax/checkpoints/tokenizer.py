@@ -124,6 +124,8 @@ def _convert_sentencepiece(data: bytes, config: dict[str, Any], source: str) -> 
         raise UserError(f"{source} normalises text ({normalizer.name}), unlike Llama's: {_HOW_TO_SAVE_JSON}")
 
     tokens = [piece.piece for piece in proto.pieces]
+    if not tokens or not all(isinstance(token, str) for token in tokens):  # protobuf gives bytes for broken UTF-8
+        raise UserError(f"{source} is damaged: it has no pieces, or some that are no text. Download it again.")
     types = [piece.type for piece in proto.pieces]
 
     def special(name: str, kind: TokenType, default: str) -> int | None:

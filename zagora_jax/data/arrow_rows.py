@@ -13,8 +13,8 @@ from zagora_jax.errors import UserError
 BATCH_ROWS = 256
 BUFFER_BYTES = 2**20  # of each column; without one, a whole row group is read at once
 
-# What Arrow raises: its own errors, and Python's, such as for a date past the year 9999.
-_ERRORS = (pyarrow.ArrowException, ValueError, OverflowError, OSError)
+# What Arrow raises: its own errors, and Python's, such as for a date past the year 9999 or a length beyond all memory.
+_ERRORS = (pyarrow.ArrowException, ValueError, OverflowError, OSError, MemoryError)
 
 
 def read_parquet(stream: BinaryIO, name: str) -> Iterator[SourceRow]:
@@ -35,6 +35,7 @@ def read_arrow(stream: BinaryIO, name: str) -> Iterator[SourceRow]:
     number = 0
     try:
         for batch in _batches(stream):
+            batch.validate(full=True)  # offsets of a damaged file could lead outside of its memory
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for value in batch.slice(start, BATCH_ROWS).to_pylist():
                     number += 1

@@ -222,3 +222,10 @@ assert "jax" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=True)
     assert done.stdout == "[3] b\n"
+
+
+def test_pieces_that_are_no_text_are_refused(tmp_path, sentencepiece_model):
+    folder = write_folder(tmp_path)
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model.replace("▁there".encode(), b"\xff" * 8))
+    with pytest.raises(UserError, match=r"tokenizer\.model is damaged: .* some that are no text"):
+        load(folder)

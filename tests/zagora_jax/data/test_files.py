@@ -326,3 +326,16 @@ def traced_peak(action) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def test_arrow_data_that_leads_outside_of_its_memory_is_refused(tmp_path):
+    """Offsets of strings beyond their bytes: unchecked, reading them would end the process."""
+    table = pyarrow.Table.from_pylist([{"text": "a" * 100}])
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    content = sink.getvalue().to_pybytes()
+    path = tmp_path / "a.arrow"
+    path.write_bytes(content.replace((100).to_bytes(4, "little"), (2**30).to_bytes(4, "little")))
+    with pytest.raises(UserError, match=r"a\.arrow: cannot be read as Arrow after row 0"):
+        values(path)
