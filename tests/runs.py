@@ -145,6 +145,7 @@ def _train(config: TrainConfig, compiled: Path, moment: str | None, by: signal.S
 
     from zagora_jax import trainer
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it runs in the background
     moments = _record_moments(moment, by)
     reporter, printed = recorder()
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from zagora_jax.config import CommandConfig
 from zagora_jax.config_file import read_file, read_list, read_scalar
 from zagora_jax.errors import UserError
+from zagora_jax.interruption import STOPPED, Interrupted, interruptible
 from zagora_jax.options import COMMAND_LINE, C, Given, Option, build, nearest, options_of
 
 YAML_HINT = (
@@ -19,16 +20,18 @@ YAML_HINT = (
 def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
     """Run a command on the process's arguments and return its exit status.
 
-    What a user can correct is printed in one piece, without a traceback, and ends with status 2.
+    What a user can correct is printed in one piece, without a traceback, and ends with status 2. SIGTERM and SIGINT
+    end with status 75 (`interruption.STOPPED`); where work would be lost, with 128 and the signal's number.
     """
-    try:
-        return main(parse(config_class, sys.argv[1:])) or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    with interruptible():
+        try:
+            return main(parse(config_class, sys.argv[1:])) or 0
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except Interrupted as signal:
+            print(f"{signal}: stopped; nothing is lost, nothing half written", file=sys.stderr)
+            return STOPPED
 
 
 def parse(config_class: type[C], arguments: Sequence[str]) -> C:

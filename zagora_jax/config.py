@@ -221,6 +221,16 @@ class TrainConfig(CommandConfig):
         default=1.0, ge=0, description="Gradients are clipped to this global norm; 0: no clipping."
     )
 
+    loss_spike_factor: float | None = Field(
+        default=None,
+        gt=1,
+        description="A loss of more than so many times the mean of the last 50 is a spike, once there are 20; its step "
+        "changes nothing.",
+    )
+    loss_spike_action: Literal["skip", "stop"] = Field(
+        default="skip", description="What follows a spike: skip (the next step; 5 in a row end the run) or stop."
+    )
+
     compute_dtype: FloatType = Field(
         default="bfloat16",
         description="Type of the activations; float16 (cards before Ampere) scales the loss dynamically.",
@@ -285,6 +295,11 @@ class TrainConfig(CommandConfig):
     )
     save_every: int = Field(default=100, ge=1, description="Steps between checkpoints. The last step is always saved.")
     keep_checkpoints: int = Field(default=2, ge=1, description="The newest checkpoints that are kept.")
+    stop_grace: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that the present step and its save may take after SIGTERM or SIGINT (Ctrl-C).",
+    )
     resume: bool | FilePath = Field(
         default=False,
         description="Go on from the newest checkpoint of output (true), or from the checkpoint at this path.",

@@ -175,6 +175,7 @@ class Distribution:
             everywhere(whole.loss_scale),
             self._residuals(),
             self._pending() if self.exchange == "delayed" else None,
+            everywhere(whole.spike_guard),
         )
 
     def _residuals(self) -> ExchangeErrors:

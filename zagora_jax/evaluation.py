@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from zagora_jax import interruption
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import Arrangement
 from zagora_jax.config import EvaluateConfig, MeshConfig, TrainConfig
@@ -44,9 +45,11 @@ def evaluate(step: EvaluationStep, adapters: Any, batches: Iterable[Batch]) -> E
 
     Raises:
         ValueError: no token is supervised.
+        Interrupted: a signal asked the process to end.
     """
     total, weight, count = 0.0, 0.0, 0
     for batch in batches:
+        interruption.check()
         batch_total, batch_weight = step(adapters, batch)
         total, weight = total + float(batch_total), weight + float(batch_weight)
         count += int(np.count_nonzero(batch.weights))

@@ -72,9 +72,8 @@ class PipelineStep:
         ]
         norm = np.sqrt(sum(jax.device_get([squares for _, _, squares in exchanged]), np.float32(0)))
         loss = sum(jax.device_get([loss for loss in losses if loss is not None]), np.float32(0)) / weight
-        finite = np.bool_(np.isfinite(norm) and np.isfinite(loss))
         updates = [
-            program.update(own, gradients, residuals, norm, finite)
+            program.update(own, gradients, residuals, norm, np.float32(loss))
             for program, own, (gradients, residuals, _) in zip(self.programs, state.stages, exchanged, strict=True)
         ]
         work = [watch.take() for watch in self._watches]
@@ -83,12 +82,10 @@ class PipelineStep:
             "grad_norm": norm,
             "learning_rate": updates[-1][1],
             "supervised_tokens": np.float32(np.count_nonzero(batch.weights)),
-            "finite": finite,
+            **updates[-1][2],
             "idle": np.float32(idle_share(work)),
         }
-        if state.stages[0].loss_scale is not None:
-            metrics["loss_scale"] = scale
-        return PipelineState(tuple(new for new, _ in updates)), metrics
+        return PipelineState(tuple(new for new, *_ in updates)), metrics
 
     def finish(self, state: PipelineState) -> tuple[PipelineState, Mapping[str, Any]]:
         """Return the state: nothing is left to apply."""

@@ -1,5 +1,6 @@
 """Whether, and from where, a run goes on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ FREE_OPTIONS = {
     "eval_every",
     "save_every",
     "keep_checkpoints",
+    "loss_spike_action",
+    "stop_grace",
     "resume",
     "remat",
     "offload",
@@ -88,20 +91,27 @@ class SavedPoint:
 
 
 def find_saved(
-    directory: RunDirectory, config: TrainConfig, present: Progress, batches: BatchIterator
+    directory: RunDirectory,
+    config: TrainConfig,
+    present: Progress,
+    batches: BatchIterator,
+    say: Callable[[str], None],
 ) -> SavedPoint | None:
     """Return where `config` says to go on from, None for a beginning; then `batches` stands at the next batch.
 
+    A damaged checkpoint that was not asked for by its name is passed over for the one before, and `say` is told.
+
     Raises:
-        UserError: there is no such checkpoint, or model, data or options are not those that it was saved with.
+        UserError: there is no such checkpoint, or none that is not damaged; or model, data or options are not those
+            that it was saved with.
     """
     if not config.resume:
         return None
-    with SavedStates(directory.checkpoints) as states:
-        step = states.latest() if config.resume is True else _step_of(Path(config.resume), directory, states)
-        if step is None:
-            return None
-        recorded = states.progress(step)
+    states = SavedStates(directory.checkpoints)
+    step = states.newest_intact(say) if config.resume is True else _step_of(Path(config.resume), directory, states)
+    if step is None:
+        return None
+    recorded = states.progress(step)
     path = directory.checkpoints / str(step)
     if recorded.keys() != {field.name for field in fields(Progress)}:
         raise UserError(
@@ -124,6 +134,7 @@ def _step_of(path: Path, directory: RunDirectory, states: SavedStates) -> int:
             f"--resume {path}: not a checkpoint of this run; those of {directory.checkpoints} are "
             f"{', '.join(map(str, states.steps())) or 'none'}"
         )
+    states.check(int(path.name))
     return int(path.name)
 
 

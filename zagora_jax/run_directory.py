@@ -1,5 +1,6 @@
 """What a run leaves behind: config.yaml, metrics.jsonl, report.json, checkpoints/, adapter/."""
 
+import errno
 import fcntl
 import json
 import math
@@ -22,6 +23,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._descriptor: int | None = None
 
     @property
     def config(self) -> Path:
@@ -87,9 +89,21 @@ class RunDirectory:
                 raise UserError(
                     f"--output {self.path}: another run is writing there now; wait for it, or give another --output"
                 ) from error
+            self._descriptor = descriptor
             yield
         finally:
+            self._descriptor = None
             os.close(descriptor)
+
+    def require_in_place(self) -> None:
+        """Refuse to go on where the claimed directory has been moved, removed or replaced since.
+
+        Raises:
+            OSError: what is to be written would be lost, or mixed with another run's files.
+        """
+        assert self._descriptor is not None
+        if not self.path.is_dir() or not os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+            raise FileNotFoundError(errno.ENOENT, "the run directory was moved or removed during the run", self.path)
 
     def create(self) -> None:
         """Make the directory, see that it can be written to, and remove files that a broken run left half written."""
@@ -136,19 +150,20 @@ class RunDirectory:
 class MetricsFile:
     """Appends to metrics.jsonl, a line an optimizer step."""
 
-    def __init__(self, path: Path, *, after_step: int):
-        """Open `path`, forgetting what a broken run wrote beyond `after_step`, the step that is resumed from."""
+    def __init__(self, path: Path, *, after_step: int, missing: Mapping[str, Any] | None = None):
+        """Open `path`, forgetting what a broken run wrote beyond `after_step`, the step that is resumed from.
+
+        What is `missing` yet in that step's line is added to it.
+        """
         kept = [line for line in _complete_lines(path) if _parse(line, path)["step"] <= after_step]
+        if missing:
+            kept[-1] = _written({**_parse(kept[-1], path), **missing})
         write_bytes(path, "".join(kept).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one object and hand it to the operating system; JSON has no number for what is not finite: null."""
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in entry.items()
-        }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        """Append one object and hand it to the operating system."""
+        self._file.write(_written(entry))
         self._file.flush()
 
     def sync(self) -> None:
@@ -166,6 +181,14 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl; a line that a power cut left incomplete is not counted."""
     return [_parse(line, path) for line in _complete_lines(path)]
+
+
+def _written(entry: Mapping[str, Any]) -> str:
+    """Write a line of JSON, which has no number for what is not finite: null."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def _parse(line: str, path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from zagora_jax.arrangement import Recipe
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution, specs_of
 from zagora_jax.step import ForwardOptions, hidden_states, loss_sum, row_keys
-from zagora_jax.train_state import TrainState, next_scale
+from zagora_jax.train_state import TrainState, is_spike, next_guard, next_scale, verdict
 from zagora_jax.update import as_rows, changed, chosen
 
 EVERYWHERE = PartitionSpec()
@@ -205,7 +205,7 @@ class StagePrograms:
             loss). It computes the forward pass again. The cotangent is that of the activations; in the last stage, what
             the loss is multiplied by. Before the last stage the loss is 0.
         exchange: (gradients, residuals, scale) -> (gradients, new residuals, squared norm), gradients over `scale`.
-        update: (state, gradients, residuals, norm, finite) -> (state, learning rate).
+        update: (state, gradients, residuals, norm, loss) -> (state, learning rate, verdict); see `train_state.verdict`.
     """
 
     def __init__(self, stage: Stage, recipe: Recipe, whole: TrainState, batch: Batch):
@@ -267,21 +267,25 @@ class StagePrograms:
         recipe = self._recipe
 
         def update(
-            state: TrainState, gradients: nnx.State, residuals: Any, norm: jax.Array, finite: jax.Array
-        ) -> tuple[TrainState, jax.Array]:
+            state: TrainState, gradients: nnx.State, residuals: Any, norm: jax.Array, loss: jax.Array
+        ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
             rate = jnp.asarray(recipe.schedule(state.updates), jnp.float32)
+            finite, spike = jnp.isfinite(norm) & jnp.isfinite(loss), is_spike(state.spike_guard, loss)
+            accepted = finite & ~spike
             of_adapters = bare(nnx.to_pure_dict(gradients))
-            new = changed(recipe.optimizer, state, of_adapters, norm, finite, recipe.max_grad_norm)
-            return new._replace(
+            new = changed(recipe.optimizer, state, of_adapters, norm, accepted, recipe.max_grad_norm)
+            new = new._replace(
                 step=state.step + 1,
                 loss_scale=next_scale(state.loss_scale, finite),
-                residuals=chosen(finite, residuals, state.residuals),
-            ), rate
+                residuals=chosen(accepted, residuals, state.residuals),
+                spike_guard=next_guard(state.spike_guard, loss, accepted),
+            )
+            return new, rate, verdict(state, finite, spike)
 
         stage = self.stage
-        numbers = (stage.everywhere(jnp.float32), stage.everywhere(jnp.bool_))
+        numbers = (stage.everywhere(jnp.float32), stage.everywhere(jnp.float32))
         arguments = (self._state, self._state.adapters, self._state.residuals, *numbers)
-        out_specs = (specs_of(self._state), EVERYWHERE)
+        out_specs = (specs_of(self._state), EVERYWHERE, EVERYWHERE)
         return stage.distribution.compile(update, arguments, out_specs, donated=(0,))
 
     def planned_memory(self, activations: int) -> int:

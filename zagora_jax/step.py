@@ -17,7 +17,7 @@ from sharding.group import ALONE, DeviceGroup
 from sharding.layer_exchange import Exchanged
 from sharding.overlap import ExchangeErrors
 from zagora_jax.data.batches import Batch
-from zagora_jax.train_state import Pending, TrainState, next_scale
+from zagora_jax.train_state import Pending, TrainState, is_spike, next_guard, next_scale, verdict
 from zagora_jax.update import Metrics, Update, as_rows, chosen
 
 
@@ -97,8 +97,8 @@ def make_train_step(
 
     The loss is the sum over supervised tokens divided by their number (by the sum of their weights, where rows have
     some), both over the whole optimizer step, so that it is the same for every split into micro-batches. A step whose
-    gradients are not finite leaves parameters and optimizer as they were. With gradients pending in the state, those
-    are applied, and the step's own take their place.
+    loss or gradients are not finite, or whose loss is a spike, leaves parameters and optimizer as they were. With
+    gradients pending in the state, those are applied, and the step's own take their place.
 
     Args:
         graph: the model's structure.
@@ -180,21 +180,26 @@ def make_train_step(
         summed, total, errors, halfway = accumulated(state, frozen, batch, scale / count)
         gradients = jax.tree.map(lambda g: g / scale, bare(nnx.to_pure_dict(summed)))
         loss = group.total(total) / count
+        spike = is_spike(state.spike_guard, loss)
         if state.pending is None:
             if last_placement is None:
                 gradients, errors = group.exchange(gradients, errors)
-            new, finite, metrics = update.apply(state, gradients, jnp.isfinite(loss))
-            residuals = chosen(finite, as_rows(errors), state.residuals)
+            new, accepted, metrics = update.apply(state, gradients, jnp.isfinite(loss) & ~spike)
+            residuals = chosen(accepted, as_rows(errors), state.residuals)
         else:
             new, metrics = update.flush(state, halfway)
-            finite = jnp.isfinite(loss) & jnp.isfinite(group.total(group.squared_norm(gradients)))
-            new = new._replace(pending=Pending(as_rows(gradients), finite))
-            scattered = chosen(finite, as_rows(errors.scattered), state.residuals.scattered)
+            accepted = jnp.isfinite(loss) & jnp.isfinite(group.total(group.squared_norm(gradients))) & ~spike
+            new = new._replace(pending=Pending(as_rows(gradients), accepted))
+            scattered = chosen(accepted, as_rows(errors.scattered), state.residuals.scattered)
             residuals = new.residuals._replace(scattered=scattered)
-        new = new._replace(step=state.step + 1, loss_scale=next_scale(state.loss_scale, finite), residuals=residuals)
-        metrics |= {"loss": loss, "supervised_tokens": supervised, "finite": finite}
-        if state.loss_scale is not None:
-            metrics["loss_scale"] = scale
+        finite = accepted | spike
+        new = new._replace(
+            step=state.step + 1,
+            loss_scale=next_scale(state.loss_scale, finite),
+            residuals=residuals,
+            spike_guard=next_guard(state.spike_guard, loss, accepted),
+        )
+        metrics |= {"loss": loss, "supervised_tokens": supervised, **verdict(state, finite, spike)}
         return new, metrics
 
     return step

@@ -4,6 +4,7 @@ import sys
 
 from zagora_jax.command_line import run_command
 from zagora_jax.config import TrainConfig
+from zagora_jax.interruption import Interrupted
 
 
 def main(config: TrainConfig) -> None:
@@ -14,8 +15,10 @@ def main(config: TrainConfig) -> None:
     reporter = Reporter()
     try:
         result = train(config, reporter)
-    except KeyboardInterrupt:
-        reporter.say(f"{config.output}: broken off; the same command with --resume goes on from the last checkpoint")
+    except Interrupted:
+        reporter.say(
+            f"{config.output}: every finished step is saved; the same command with --resume goes on from there"
+        )
         raise
     if result.loss_before is not None and result.loss_after is not None:
         reporter.say(f"eval loss {result.loss_before:.4f} before, {result.loss_after:.4f} after")

@@ -4,6 +4,7 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from flax import nnx
 import zagora_jax
 from models.lora import initial_adapter
 from models.parameters import split
+from zagora_jax import interruption
 from zagora_jax.adapter import adapted_modules, save_adapter
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import CompiledStep, Recipe
 from zagora_jax.base import open_base
+from zagora_jax.checkpoints.background import BackgroundWriter, copy_to_host
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
@@ -30,11 +33,10 @@ from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
-from zagora_jax.resume import Progress, find_saved
-from zagora_jax.run_directory import MetricsFile, RunDirectory
+from zagora_jax.resume import Progress, SavedPoint, find_saved
+from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
+from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.train_state import TrainState, initial_state
-
-MAX_SKIPPED_IN_A_ROW = 5
 
 Step = Callable[[Any, Batch], tuple[Any, Mapping[str, Any]]]
 Measure = Callable[[TrainState], Evaluation]
@@ -54,16 +56,19 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
     """Train an adapter as `config` says, or go on with a run that was broken off.
 
     Raises:
-        UserError: wrong input, found before the weights are read; a training that diverges; a disk that is full.
+        UserError: wrong input, found before the weights are read; a training that diverges; a disk that is full; a
+            device that fails.
+        Interrupted: SIGTERM or SIGINT came; every finished step is saved.
     """
-    run = _Run(config, reporter or Reporter())
-    try:
-        return run.train()
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or run.directory.path}: {error.strerror or error}. What was saved before stands: once "
-            "this is mended, the same command with --resume goes on from the newest checkpoint"
-        ) from error
+    with interruption.interruptible():
+        run = _Run(config, reporter or Reporter())
+        try:
+            return run.train()
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or run.directory.path}: {error.strerror or error}. What was saved before stands: "
+                "once this is mended, the same command with --resume goes on from the newest checkpoint"
+            ) from error
 
 
 class _Run:
@@ -94,7 +99,7 @@ class _Run:
         self.state_shapes = jax.eval_shape(self._new_state)
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
-        self.saved = find_saved(self.directory, config, self.progress, self.iterator)
+        self.saved = find_saved(self.directory, config, self.progress, self.iterator, reporter.say)
         self.first_step = 0 if self.saved is None else self.saved.step
 
     def train(self) -> TrainResult:
@@ -114,11 +119,14 @@ class _Run:
         compiled = self._compile_step() if self.first_step < self.total_steps else None
         frozen = self._load()
         state = self._initial_state()
+        # States are forgotten before the metrics of their steps: those of every saved step are always there.
+        keep = self.config.keep_checkpoints
+        states = StateWriter(self.directory.checkpoints, keep=keep, after_step=self.first_step)
         measure = self._compile_evaluation(frozen)
         if self.saved is None:
             self._evaluate(measure, state, "loss_before")
         if compiled is not None:
-            state = self._loop(compiled, frozen, measure, state)
+            state = self._loop(compiled, frozen, measure, states, state)
         self._evaluate(measure, state, "loss_after")
         return self._result()
 
@@ -187,19 +195,20 @@ class _Run:
     def _new_state(self) -> TrainState:
         """Return the whole state before the first step, on one device."""
         adapters = initial_adapter(self.declared_adapters, self.config.seed)
-        state = initial_state(adapters, self.optimizer, self.config.compute_dtype)
+        state = initial_state(adapters, self.optimizer, self.config.compute_dtype, self.config.loss_spike_factor)
         return self.arrangement.begin(state)
 
     def _initial_state(self) -> TrainState:
         """Return the state to go on from, spread over the devices: a new one, or the saved one."""
-        whole = self._new_state()
-        if self.saved is not None:
-            same = self.saved.progress.exchange == self.progress.exchange
-            with SavedStates(self.directory.checkpoints) as states:
-                whole = states.restore(self.saved.step, whole, exchange=same)
-            if not same:
-                self._say_what_is_lost(self.saved.progress)
-        return self.arrangement.put_state(whole)
+        return self.arrangement.put_state(self._new_state() if self.saved is None else self._saved_state(self.saved))
+
+    def _saved_state(self, saved: SavedPoint) -> TrainState:
+        """Read the saved state, into the host's memory."""
+        same = saved.progress.exchange == self.progress.exchange
+        if not same:
+            self._say_what_is_lost(saved.progress)
+        like = self.arrangement.begin(self.state_shapes)
+        return SavedStates(self.directory.checkpoints).restore(saved.step, like, exchange=same)
 
     def _say_what_is_lost(self, saved: Progress) -> None:
         """Tell what a state that was saved with another exchange of gradients cannot hand over to this one."""
@@ -258,39 +267,64 @@ class _Run:
             self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
 
     def _loop(
-        self, compiled: CompiledStep, frozen: nnx.State, measure: Measure | None, state: TrainState
+        self, compiled: CompiledStep, frozen: nnx.State, measure: Measure | None, states: StateWriter, state: TrainState
     ) -> TrainState:
         config, first, last = self.config, self.first_step, self.total_steps
-        skipped = 0
+        before = [line for line in read_metrics(self.directory.metrics) if line["step"] <= first]
+        skipped = SkippedSteps(config, self.batches, self.reporter.say, before)
+        missing: dict[str, Any] = {}
+        if measure and first and self._evaluates(first) and "eval_loss" not in before[-1]:
+            missing = {"eval_loss": measure(state).loss}
+        unsaved = False
         with (
-            # States are forgotten before the metrics of their steps: those of every saved step are always there.
-            StateWriter(self.directory.checkpoints, keep=config.keep_checkpoints, after_step=first) as states,
-            MetricsFile(self.directory.metrics, after_step=first) as metrics_file,
+            interruption.saving_first(config.stop_grace),
+            MetricsFile(self.directory.metrics, after_step=first, missing=missing) as metrics_file,
             self.reporter.training(last, first, config.log_every) as bar,
+            BackgroundWriter() as background,
         ):
             if first:
                 self._save_adapter(self.arrangement.whole_state(state, self.state_shapes))
             for number in range(first + 1, last + 1):
+                background.raise_if_failed()
                 state, metrics = self._step(lambda state, batch: compiled(state, frozen, batch), state, number)
                 if number == last:
                     state, left = compiled.finish(state)
                     metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
-                skipped = 0 if metrics["finite"] else skipped + 1
-                if config.eval_every and number % config.eval_every == 0 and number < last and measure:
-                    metrics["eval_loss"] = measure(state).loss
+                metrics |= skipped.after(metrics)
+                if measure and self._evaluates(number):
+                    with suppress(interruption.Interrupted):  # then the state is saved, and evaluated on resumption
+                        metrics["eval_loss"] = measure(state).loss
                 metrics_file.write(metrics)
                 bar.step(metrics)
-                self._stop_if_diverged(skipped, metrics)
-                if number == last or number % config.save_every == 0:
-                    metrics_file.sync()
-                    self._save(states, state)
+                skipped.stop_if_diverged(metrics, self.directory.checkpoints)
+                # The first step is saved too: that saving works, and can be read back, is known within minutes. A state
+                # amid skipped steps may be the last of a run that diverges: it takes no good one's place.
+                unsaved |= number == first + 1 or number % config.save_every == 0
+                stopping = number == last or interruption.requested()
+                if stopping or (unsaved and not skipped.in_a_row):
+                    self._save(states, metrics_file, background, state)
+                    unsaved = False
+                if stopping:
+                    break
+        self.directory.update_report({"skipped_updates": skipped.total})
         return state
+
+    def _evaluates(self, number: int) -> bool:
+        """Tell whether the step `number` is followed by an evaluation; that after the last is none of a step's."""
+        every = self.config.eval_every
+        return bool(every) and number % every == 0 and number < self.total_steps
 
     def _step(self, step: Step, state: TrainState, number: int) -> tuple[TrainState, dict[str, Any]]:
         started = time.perf_counter()
         batch = next(self.iterator)
-        state, numbers = step(state, batch)
-        metrics = {name: value.item() for name, value in jax.device_get(numbers).items()}
+        try:
+            state, numbers = step(state, batch)
+            metrics = {name: value.item() for name, value in jax.device_get(numbers).items()}
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(
+                f"step {number}: a device failed: {str(error).strip().splitlines()[0]:.500}. The steps up to the last "
+                f"saved one, in {self.directory.checkpoints}, stand: the same command with --resume goes on from there"
+            ) from error
         seconds = time.perf_counter() - started
         return state, {
             "step": number,
@@ -301,20 +335,23 @@ class _Run:
             "peak_memory_gib": peak_memory_gib(),
         }
 
-    def _stop_if_diverged(self, skipped: int, metrics: Mapping[str, Any]) -> None:
-        if skipped >= MAX_SKIPPED_IN_A_ROW and metrics.get("loss_scale", 1.0) <= 1.0:
-            raise UserError(
-                f"step {metrics['step']}: loss or gradients were not finite in {skipped} steps in a row, whose updates "
-                f"were skipped; the last saved state stands in {self.directory.checkpoints}. Try a lower "
-                "learning_rate, or compute_dtype float32 or bfloat16 in place of float16"
-            )
+    def _save(
+        self, states: StateWriter, metrics_file: MetricsFile, background: BackgroundWriter, state: TrainState
+    ) -> None:
+        """Begin to save `state`, whose arrays the next step may reuse."""
+        copy = copy_to_host(state)
+        progress = asdict(replace(self.progress, data=self.iterator.get_state()))
 
-    def _save(self, states: StateWriter, state: TrainState) -> None:
-        whole = self.arrangement.whole_state(state, self.state_shapes)
-        # The adapter first: a state that is there always has its adapter beside it.
-        self._save_adapter(whole)
-        pending = whole.pending is not None and bool(whole.pending.usable)
-        states.save(whole, asdict(replace(self.progress, data=self.iterator.get_state(), pending=pending)))
+        def write() -> None:
+            self.directory.require_in_place()
+            whole = self.arrangement.whole_state(copy, self.state_shapes)
+            # First what a saved state always has beside it: its steps' metrics, and its adapter.
+            metrics_file.sync()
+            self._save_adapter(whole)
+            pending = whole.pending is not None and bool(whole.pending.usable)
+            states.save(whole, {**progress, "pending": pending})
+
+        background.submit(write)
 
     def _save_adapter(self, whole: TrainState) -> None:
         save_adapter(

@@ -81,10 +81,11 @@ def _newest(directory: RunDirectory, base: BaseModel) -> nnx.State:
 
 def _adapter_of_step(directory: RunDirectory, base: BaseModel, config: TrainConfig, step: int) -> nnx.State:
     _, _, declared = split(base.model)
-    with SavedStates(directory.checkpoints) as states:
-        if step not in states.steps():
-            raise UserError(
-                f"{directory.checkpoints}: no checkpoint of step {step}; the steps saved are "
-                f"{', '.join(map(str, states.steps())) or 'none'}"
-            )
-        return states.adapters(step, initial_adapter(declared, config.seed))
+    states = SavedStates(directory.checkpoints)
+    if step not in states.steps():
+        raise UserError(
+            f"{directory.checkpoints}: no checkpoint of step {step}; the steps saved are "
+            f"{', '.join(map(str, states.steps())) or 'none'}"
+        )
+    states.check(step)
+    return states.adapters(step, initial_adapter(declared, config.seed))

@@ -1,5 +1,6 @@
 """The command line: precedence, spellings, refusals, exit statuses, help."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -192,7 +193,7 @@ def test_exit_statuses(monkeypatch, capsys):
         raise UserError("rows.jsonl:3: no text\nrows.jsonl:4: no text")
 
     def interrupt(config: TrainConfig) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGTERM)
 
     seen: list[TrainConfig] = []
     assert run(monkeypatch, seen.append, "--epochs", "2") == 0
@@ -202,6 +203,7 @@ def test_exit_statuses(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "error: command line: --epochs: expected at least 1, found 0\n")
     assert run(monkeypatch, refuse) == 2
     assert capsys.readouterr() == ("", "error: rows.jsonl:3: no text\nrows.jsonl:4: no text\n")
-    assert run(monkeypatch, interrupt) == 130
+    assert run(monkeypatch, interrupt) == 75
+    assert capsys.readouterr() == ("", "SIGTERM: stopped; nothing is lost, nothing half written\n")
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
         run(monkeypatch, lambda config: 1 // 0)

@@ -1,5 +1,8 @@
 """Runs that are killed and go on, against unbroken ones: bit for bit the same."""
 
+import hashlib
+import json
+import re
 import shutil
 import signal
 
@@ -75,15 +78,15 @@ def assert_sound(run):
     directory = RunDirectory(run)
     directory.read_report()
     numbers(run)
-    with SavedStates(directory.checkpoints) as states:
-        for step in states.steps():
-            states.progress(step)
+    states = SavedStates(directory.checkpoints)
+    for step in states.steps():
+        states.check(step)
     if directory.adapter.is_dir() and any(directory.adapter.glob("adapter_config.json")):
         read_adapter(directory.adapter)
 
 
 def remains(run):
-    return [path for path in run.rglob("*") if path.name.endswith(".tmp") or "orbax-checkpoint-tmp" in path.name]
+    return [path for path in run.rglob(".*") if re.search(r"\.tmp$|\.saving|\.removed$", path.name)]
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(world, everything, tmp_path):
@@ -94,7 +97,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(world, ev
     child.break_off(configure(folder, run, **options), "metrics 2")
     for moment in (
         r"rename .*/checkpoints/6$",  # after beginning anew, since nothing was saved; the adapter is of step 6 already
-        r"rmdir 9$",  # step 12, the last, is saved; what is not done is to forget step 9 and to evaluate
+        r"rmdir \S*/\.9\.removed$",  # step 12, the last, is saved; not done is to forget step 9 and to evaluate
     ):
         assert_sound(run)
         child.break_off(configure(folder, run, resume=True, **options), moment)
@@ -131,21 +134,21 @@ def test_an_interrupted_run_goes_on_with_its_files_moved_and_for_longer(world, p
     run = run.rename(tmp_path / "elsewhere")
     (run / "report.json").unlink()
     finished = child.train(tiny_config(model, run, rows, resume=True, **PLAIN | {"save_every": 4, "log_every": 1}))
-    assert "step 3/8" not in finished.printed
-    assert "step 4/8" in finished.printed
+    assert "step 5/8" not in finished.printed
+    assert "step 6/8" in finished.printed
     assert numbers(run) == numbers(plain)
     weights = "adapter/adapter_model.safetensors"
     assert (run / weights).read_bytes() == (plain / weights).read_bytes()
-    with SavedStates(run / "checkpoints") as states:
-        assert states.steps() == [3, 4, 8]
+    states = SavedStates(run / "checkpoints")
+    assert states.steps() == [1, 3, 5, 6, 8]
 
 
 def test_going_back_to_an_older_checkpoint_forgets_the_later_ones(world, plain, copy):
     folder, child = world
     config = configure(folder, copy, resume=copy / "checkpoints" / "3", **PLAIN)
     child.break_off(config, "metrics 4")
-    with SavedStates(copy / "checkpoints") as states:
-        assert states.steps() == [3]
+    states = SavedStates(copy / "checkpoints")
+    assert states.steps() == [1, 3]
     assert numbers(copy) == numbers(plain)[:3]
     weights = "adapter/adapter_model.safetensors"
     assert (copy / weights).read_bytes() != (plain / weights).read_bytes()
@@ -209,7 +212,7 @@ def test_another_model_is_refused(world, plain, tmp_path):
 def test_only_checkpoints_of_the_run_are_resumed(world, plain, copy, tmp_path):
     folder, _ = world
     for path in (copy / "checkpoints" / "5", copy / "adapter", plain / "checkpoints" / "3"):
-        with pytest.raises(UserError, match=rf"--resume {path}: not a checkpoint of this run; .* are 3, 6, 8"):
+        with pytest.raises(UserError, match=rf"--resume {path}: not a checkpoint of this run; .* are 1, 3, 6, 8"):
             train(configure(folder, copy, resume=path, **PLAIN), recorder()[0])
     config = configure(folder, tmp_path / "new", resume=tmp_path / "new" / "checkpoints" / "3", **PLAIN)
     with pytest.raises(UserError, match="are none"):
@@ -217,15 +220,44 @@ def test_only_checkpoints_of_the_run_are_resumed(world, plain, copy, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_damaged_checkpoint_is_named(world, copy):
+def damage(run, step):
+    path = run / "checkpoints" / str(step) / "adapters" / "manifest.ocdbt"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(world, plain, copy):
+    folder, child = world
+    damage(copy, 8)
+    finished = child.train(configure(folder, copy, resume=True, **PLAIN))
+    message = f"{copy}/checkpoints/8: the checkpoint is damaged (adapters/manifest.ocdbt has not the content that was"
+    assert message in finished.printed
+    assert "8, going on from 6" in finished.printed
+    assert_same_run(copy, plain)
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(world, copy):
     folder, _ = world
-    (copy / "checkpoints" / "8" / "progress" / "metadata").unlink()
-    with pytest.raises(UserError, match=r"checkpoints/8: the checkpoint is damaged .* are 3, 6, 8: use another one"):
+    damage(copy, 6)
+    config = configure(folder, copy, resume=copy / "checkpoints" / "6", **PLAIN)
+    with pytest.raises(UserError, match=r"checkpoints/6: the checkpoint is damaged .* are 1, 3, 6, 8: use another one"):
+        train(config, recorder()[0])
+    for step in (1, 3, 8):
+        damage(copy, step)
+    with pytest.raises(UserError, match=r"checkpoints: every checkpoint is damaged: 1, 3, 6, 8"):
         train(configure(folder, copy, resume=True, **PLAIN), recorder()[0])
+
+
+def rewrite_progress(run, step, progress):
+    """As another version would have: with checksums that are right."""
+    state = run / "checkpoints" / str(step)
+    (state / "progress.json").write_text(json.dumps(progress))
+    manifest = json.loads((state / "manifest.json").read_text())
+    manifest["sha256"]["progress.json"] = hashlib.sha256((state / "progress.json").read_bytes()).hexdigest()
+    (state / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_what_another_version_saved_is_named(world, copy):
     folder, _ = world
-    (copy / "checkpoints" / "8" / "progress" / "metadata").write_text('{"model": "", "rows": 3}')
+    rewrite_progress(copy, 8, {"model": "", "rows": 3})
     with pytest.raises(UserError, match=r"checkpoints/8: progress: expected model, data, .* another version"):
         train(configure(folder, copy, resume=True, **PLAIN), recorder()[0])

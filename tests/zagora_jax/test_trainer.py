@@ -3,6 +3,9 @@
 import errno
 import json
 import os
+import re
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +28,9 @@ from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.config import LoraConfig, TrainConfig
 from zagora_jax.config_file import load_config
+from zagora_jax.data.batches import Batches
 from zagora_jax.errors import UserError
+from zagora_jax.interruption import Interrupted
 from zagora_jax.run_directory import RunDirectory, read_metrics
 from zagora_jax.trainer import TrainResult, train
 
@@ -176,8 +181,8 @@ def test_nothing_else_is_left(run):
 def adapter_of_step(run, step):
     base = open_base(run.config.model, quantization="nf4", dtype="float32", lora=run.config.lora)
     _, _, declared = split(base.model)
-    with SavedStates(run.directory.checkpoints) as states:
-        adapters = states.adapters(step, initial_adapter(declared, seed=0))
+    states = SavedStates(run.directory.checkpoints)
+    adapters = states.adapters(step, initial_adapter(declared, seed=0))
     stacks = dict(nnx.to_flat_state(adapters))
     return {name: np.asarray(stacks[path].get_value()[layer]) for name, (path, layer) in peft_names(base.model).items()}
 
@@ -237,10 +242,10 @@ def test_float16_with_8_bit_moments_and_packing_trains(folder, tmp_path):
 
 def test_an_interrupted_command_says_how_to_go_on(folder, tmp_path, monkeypatch, capsys):
     def interrupted(*_):
-        raise KeyboardInterrupt
+        raise Interrupted(signal.SIGTERM)
 
     monkeypatch.setattr(trainer, "train", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         command.main(configure(folder, tmp_path / "run"))
     assert "the same command with --resume goes on" in " ".join(capsys.readouterr().out.split())
 
@@ -256,7 +261,9 @@ def made_up(monkeypatch):
         results = iter(results)
 
         def step(state, _frozen, batch):
-            finite, scale = next(results)
+            finite, scale, *others = next(results)
+            if isinstance(finite, Exception):
+                raise finite
             numbers = {
                 "loss": np.float32(1.0 if finite else np.nan),
                 "grad_norm": np.float32(1.0 if finite else np.inf),
@@ -265,6 +272,7 @@ def made_up(monkeypatch):
                 "finite": np.bool_(finite),
             }
             numbers |= {} if scale is None else {"loss_scale": np.float32(scale)}
+            numbers |= others[0] if others else {}
             return state._replace(step=state.step + 1), numbers
 
         monkeypatch.setattr(trainer._Run, "_compile_step", lambda *_: step)
@@ -275,17 +283,95 @@ def made_up(monkeypatch):
 def test_a_run_that_diverges_is_stopped(folder, tmp_path, made_up):
     made_up([(True, None)] + [(False, None)] * 5)
     config = configure(folder, tmp_path / "run", max_steps=20, save_every=2)
-    with pytest.raises(UserError, match=r"step 6: loss or gradients were not finite in 5 steps in a row"):
-        train(config, recorder()[0])
+    reporter, printed = recorder()
+    with pytest.raises(UserError, match=r"step 6: loss or gradients were not finite, .* in 5 steps in a row"):
+        train(config, reporter)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["loss"] for line in lines] == [1.0, *[None] * 5]
-    with SavedStates(tmp_path / "run" / "checkpoints") as states:
-        assert states.steps() == [2, 4]
+    assert SavedStates(tmp_path / "run" / "checkpoints").steps() == [1]  # none of those that were due since
+    rows = lines[1]["rows"]
+    assert len(rows) == 4
+    assert all(re.fullmatch(rf"{folder}/rows.jsonl, line \d+", row) for row in rows)
+    found = re.search(
+        rf"step 2: loss or .*: its update is left out .* Its rows: {folder}/rows.jsonl, lines (.*)", printed()
+    )
+    said = [range(int(run.split("-")[0]), int(run.split("-")[-1]) + 1) for run in found[1].split(", ")]
+    assert sorted(line for run in said for line in run) == sorted(int(row.split()[-1]) for row in rows)
 
 
-def test_single_skipped_steps_are_no_divergence(folder, tmp_path, made_up):
-    made_up(([(False, None)] * 4 + [(True, None)]) * 2)
-    train(configure(folder, tmp_path / "run", max_steps=10), recorder()[0])
+def test_single_skipped_steps_are_no_divergence_and_are_counted(folder, tmp_path, made_up):
+    """Also over a resumption; a state that is due amid them is saved after them."""
+    bad, good = (False, None), (True, None)
+    made_up([good, *[bad] * 4, good, bad, bad, good])
+    config = configure(folder, tmp_path / "run", max_steps=9, save_every=4, keep_checkpoints=9, schedule="constant")
+    train(config, recorder()[0])
+    assert SavedStates(tmp_path / "run" / "checkpoints").steps() == [1, 6, 9]
+    made_up([bad, good])
+    train(config.model_copy(update={"max_steps": 11, "resume": True}), recorder()[0])
+    assert RunDirectory(tmp_path / "run").read_report()["skipped_updates"] == 7
+
+
+@pytest.mark.parametrize(("action", "message"), [("skip", "in 5 steps in a row"), ("stop", "step 2: .* is stop")])
+def test_a_spike_is_named_and_skipped_or_ends_the_run(folder, tmp_path, made_up, action, message):
+    spike = (True, None, {"loss": np.float32(9), "spike": np.bool_(True), "usual_loss": np.float32(1.5)})
+    made_up([(True, None), *[spike] * 5])
+    options = {"loss_spike_factor": 4.0, "loss_spike_action": action, "max_steps": 20, "save_every": 1}
+    reporter, printed = recorder()
+    with pytest.raises(UserError, match=message):
+        train(configure(folder, tmp_path / "run", **options), reporter)
+    assert "step 2: the loss 9 is a spike, usual is 1.5: its update is left out (1 in a row, 1 in all)" in printed()
+    assert SavedStates(tmp_path / "run" / "checkpoints").steps() == [1]
+
+
+def test_a_device_that_fails_ends_the_run_and_what_was_saved_stands(folder, tmp_path, made_up):
+    failure = jax.errors.JaxRuntimeError("INTERNAL: the device was lost\nand much more")
+    made_up([(True, None)] * 3 + [(failure, None)])
+    config = configure(folder, tmp_path / "run", max_steps=6, save_every=3)
+    message = rf"step 4: a device failed: INTERNAL: the device was lost. The steps up to .* {tmp_path}/run/checkpoints"
+    with pytest.raises(UserError, match=message):
+        train(config, recorder()[0])
+    made_up([(True, None)] * 3)
+    train(config.model_copy(update={"resume": True}), recorder()[0])
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_rows_that_cannot_be_read_ahead_end_the_run_and_what_was_saved_stands(folder, tmp_path, made_up, monkeypatch):
+    """Batches are made by a thread of their own."""
+    at = Batches.at
+
+    def failing(self, step):
+        if step >= 3:
+            raise RuntimeError("the rows are gone")
+        return at(self, step)
+
+    made_up([(True, None)] * 9)
+    monkeypatch.setattr(Batches, "at", failing)
+    with pytest.raises(RuntimeError, match="the rows are gone"):
+        train(configure(folder, tmp_path / "run", max_steps=9, save_every=1), recorder()[0])
+    states = SavedStates(tmp_path / "run" / "checkpoints")
+    states.check(max(states.steps()))
+    assert max(states.steps()) in (1, 2, 3)
+
+
+@pytest.mark.parametrize("lost", ["moved", "replaced"])
+def test_a_run_directory_that_vanishes_is_named(folder, tmp_path, made_up, monkeypatch, lost):
+    take_step = trainer._Run._step
+
+    def step(self, step, state, number):
+        if number == 3:
+            while not (tmp_path / "run" / "checkpoints" / "1").is_dir():
+                time.sleep(0.01)
+            (tmp_path / "run").rename(tmp_path / "moved")
+            if lost == "replaced":
+                (tmp_path / "run").mkdir()
+        return take_step(self, step, state, number)
+
+    monkeypatch.setattr(trainer._Run, "_step", step)
+    made_up([(True, None)] * 9)
+    with pytest.raises(UserError, match=f"{tmp_path}/run: the run directory was moved or removed during the run"):
+        train(configure(folder, tmp_path / "run", max_steps=9, save_every=4), recorder()[0])
+    assert SavedStates(tmp_path / "moved" / "checkpoints").steps() == [1]
+    assert not list((tmp_path / "run").glob("*"))
 
 
 def test_a_loss_scale_may_be_searched_for_until_it_is_one(folder, tmp_path, made_up):

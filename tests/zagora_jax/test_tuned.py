@@ -45,8 +45,7 @@ def test_the_adapter_of_a_checkpoint_is_loaded(run):
     tuned = open_tuned(run.path)
     other = jax.tree.map(lambda leaf: leaf + 1, tuned.adapters)
     state = initial_state(other, optax.identity(), "float32")._replace(step=jnp.int32(5))
-    with StateWriter(run.checkpoints, keep=1, after_step=0) as states:
-        states.save(state, {})
+    StateWriter(run.checkpoints, keep=1, after_step=0).save(state, {})
     found = values(open_tuned(run.path, step=5).adapters)
     assert all(np.array_equal(a, b) for a, b in zip(found, values(other), strict=True))
     with pytest.raises(UserError, match=r"no checkpoint of step 4; the steps saved are 5"):

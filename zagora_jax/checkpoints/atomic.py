@@ -24,6 +24,15 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_tree(directory: Path) -> None:
+    """Make all files in and below `directory`, and their names in it, durable."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with Path(parent, name).open("rb") as file:
+                os.fsync(file.fileno())
+        fsync_directory(Path(parent))
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary sibling of `path` for writing; it takes the place of `path` when the block ends well.
@@ -66,11 +75,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for parent, _, files in os.walk(temporary):
-            for name in files:
-                with open(Path(parent, name), "rb") as file:
-                    os.fsync(file.fileno())
-            fsync_directory(Path(parent))
+        fsync_tree(temporary)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

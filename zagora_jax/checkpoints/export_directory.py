@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zagora_jax.checkpoints.atomic import fsync_directory
+from zagora_jax.checkpoints.atomic import fsync_directory, fsync_tree
 from zagora_jax.errors import UserError
 
 # A directory that holds one of these can be an earlier export, and only such a one is ever replaced.
@@ -36,7 +36,7 @@ def export_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
                 _settle(path, replaced)
                 check_replaceable(path, overwrite=overwrite)
                 yield temporary
-                _fsync_tree(temporary)
+                fsync_tree(temporary)
                 if path.exists():
                     os.rename(path, replaced)
                 os.rename(temporary, path)
@@ -90,11 +90,3 @@ def _settle(path: Path, replaced: Path) -> None:
     if replaced.exists() and not path.exists():
         os.rename(replaced, path)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _fsync_tree(directory: Path) -> None:
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            with Path(parent, name).open("rb") as file:
-                os.fsync(file.fileno())
-        fsync_directory(Path(parent))

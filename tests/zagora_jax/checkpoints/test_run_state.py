@@ -12,7 +12,9 @@ from oracles import tiny_llama
 
 from models.lora import initial_adapter
 from models.parameters import split
+from sharding.overlap import ExchangeErrors
 from zagora_jax.base import open_base
+from zagora_jax.checkpoints import run_state
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
@@ -50,14 +52,13 @@ def filled(blank: TrainState, step: int) -> TrainState:
 
 
 def write(folder, blank, *steps, keep=10, after_step=0):
-    with StateWriter(folder, keep=keep, after_step=after_step) as states:
-        for step in steps:
-            states.save(filled(blank, step), PROGRESS)
+    states = StateWriter(folder, keep=keep, after_step=after_step)
+    for step in steps:
+        states.save(filled(blank, step), PROGRESS)
 
 
 def steps_in(folder):
-    with SavedStates(folder) as states:
-        return states.steps()
+    return SavedStates(folder).steps()
 
 
 def files(folder):
@@ -66,10 +67,11 @@ def files(folder):
 
 def test_a_state_comes_back_bit_for_bit(blank, tmp_path):
     write(tmp_path / "checkpoints", blank, 4)
-    with SavedStates(tmp_path / "checkpoints") as states:
-        assert (states.steps(), states.latest()) == ([4], 4)
-        restored, progress = states.restore(4, blank), states.progress(4)
-        adapters = states.adapters(4, blank.adapters)
+    states = SavedStates(tmp_path / "checkpoints")
+    assert states.steps() == [4]
+    states.check(4)
+    restored, progress = states.restore(4, blank), states.progress(4)
+    adapters = states.adapters(4, blank.adapters)
     expected = filled(blank, 4)
     assert jax.tree.structure(restored) == jax.tree.structure(expected)
     for found, leaf in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
@@ -82,10 +84,8 @@ def test_a_state_comes_back_bit_for_bit(blank, tmp_path):
 
 def test_a_state_without_loss_scale(blank, tmp_path):
     state = filled(blank, 1)._replace(loss_scale=None, optimizer=optax.EmptyState())
-    with StateWriter(tmp_path / "checkpoints", keep=1, after_step=0) as states:
-        states.save(state, PROGRESS)
-    with SavedStates(tmp_path / "checkpoints") as states:
-        assert states.restore(1, state).loss_scale is None
+    StateWriter(tmp_path / "checkpoints", keep=1, after_step=0).save(state, PROGRESS)
+    assert SavedStates(tmp_path / "checkpoints").restore(1, state).loss_scale is None
 
 
 def test_the_newest_states_are_kept_and_nothing_else(blank, tmp_path):
@@ -105,8 +105,8 @@ def test_states_beyond_the_step_that_a_run_goes_on_from_are_forgotten(blank, tmp
 def test_remains_of_broken_saves_are_removed_by_the_writer_alone(blank, tmp_path):
     folder = tmp_path / "checkpoints"
     write(folder, blank, 2)
-    shutil.copytree(folder / "2", folder / "4.orbax-checkpoint-tmp")
-    shutil.copytree(folder / "2", folder / ".deleted" / "1")
+    for name in (".4.saving", ".6.saving.orbax-checkpoint-tmp", ".1.removed"):
+        shutil.copytree(folder / "2", folder / name)
     before = files(folder)
     assert steps_in(folder) == [2]  # a reader may look while a run is saving
     assert files(folder) == before
@@ -116,7 +116,7 @@ def test_remains_of_broken_saves_are_removed_by_the_writer_alone(blank, tmp_path
 
 def test_a_step_is_never_saved_over(blank, tmp_path):
     write(tmp_path / "checkpoints", blank, 2)
-    with pytest.raises(RuntimeError, match="the state of step 2 was not saved"):
+    with pytest.raises(RuntimeError, match="the state of step 2 is there already"):
         write(tmp_path / "checkpoints", blank, 2, after_step=2)
 
 
@@ -130,26 +130,68 @@ def test_a_full_disk_is_an_error_of_the_operating_system(blank, tmp_path):
             write(folder, blank, 4, after_step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert steps_in(folder) == [2]
+    assert [path.name for path in folder.iterdir()] == ["2"]
+
+
+def test_what_reads_back_differently_is_no_state_and_removes_none(blank, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    write(folder, blank, 2)
+    restore = run_state._restore
+    monkeypatch.setattr(run_state, "_restore", lambda *args: jax.tree.map(lambda leaf: leaf + 1, restore(*args)))
+    with pytest.raises(RuntimeError, match=r"reads back differently: adapters\["):
+        write(folder, blank, 4, keep=1, after_step=2)
+    monkeypatch.undo()
+    assert [path.name for path in folder.iterdir()] == ["2"]
+    SavedStates(folder).check(2)
 
 
 def test_a_folder_that_does_not_exist_holds_no_state(tmp_path):
-    with SavedStates(tmp_path / "checkpoints") as states:
-        assert (states.steps(), states.latest()) == ([], None)
+    assert steps_in(tmp_path / "checkpoints") == []
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("file", ["progress/metadata", "training/_METADATA", "adapters/manifest.ocdbt", "training/d/*"])
-@pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_a_damaged_state_is_named(blank, tmp_path, file, damage):
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+def test_damage_to_any_file_is_found(blank, tmp_path, damage):
     folder = tmp_path / "checkpoints"
     write(folder, blank, 2, 3)
-    (path,) = (folder / "3").glob(file)
-    content = path.read_bytes()
-    path.unlink()
-    if damage == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    with SavedStates(folder) as states:
-        read = (lambda: states.progress(3)) if file.startswith("progress") else (lambda: states.restore(3, blank))
-        with pytest.raises(UserError, match=rf"{folder}/3: the checkpoint is damaged .* are 2, 3: use another one"):
-            read()
+    paths = [path for path in (folder / "3").rglob("*") if path.is_file()]
+    assert {"manifest.json", "progress.json", "_METADATA", "manifest.ocdbt"} <= {path.name for path in paths}
+    for path in paths:
+        content = path.read_bytes()
+        if damage == "missing":
+            path.unlink()
+        elif damage == "cut":
+            path.write_bytes(content[: len(content) // 2])
+        else:
+            middle = len(content) // 2
+            path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        if content or damage == "missing":
+            message = rf"{folder}/3: the checkpoint is damaged \(.*\). The checkpoints here are 2, 3: use another one"
+            with pytest.raises(UserError, match=message):
+                SavedStates(folder).check(3)
+        path.write_bytes(content)
+    SavedStates(folder).check(3)
+
+
+def test_an_array_of_another_shape_is_named(blank, tmp_path):
+    write(tmp_path / "checkpoints", blank, 2)
+    wider = jax.tree.map(lambda leaf: jnp.zeros((*leaf.shape, 2), leaf.dtype), blank.adapters)
+    with pytest.raises(
+        UserError, match=r"checkpoints/2: adapters\['model'\].*: expected float32\[.*, 2\], found float32"
+    ):
+        SavedStates(tmp_path / "checkpoints").adapters(2, wider)
+    with pytest.raises(UserError, match=r"training\['loss_scale'\].clean_steps: expected nothing, found int32\[\]"):
+        SavedStates(tmp_path / "checkpoints").restore(2, blank._replace(loss_scale=None))
+
+
+def test_what_the_exchange_keeps_is_left_behind_where_it_is_anothers(blank, tmp_path):
+    state = filled(blank, 1)._replace(residuals=ExchangeErrors(scattered=jnp.ones((2, 8), jnp.bfloat16)))
+    StateWriter(tmp_path / "checkpoints", keep=1, after_step=0).save(state, PROGRESS)
+    states = SavedStates(tmp_path / "checkpoints")
+    assert np.array_equal(states.restore(1, state).residuals.scattered, state.residuals.scattered)
+    zeros = ExchangeErrors(scattered=jnp.zeros((4, 8), jnp.bfloat16))
+    with pytest.raises(
+        UserError, match=r"exchange\['residuals'\].scattered: expected bfloat16\[4, 8\], found bfloat16"
+    ):
+        states.restore(1, blank._replace(residuals=zeros))
+    assert states.restore(1, blank._replace(residuals=zeros), exchange=False).residuals == zeros
