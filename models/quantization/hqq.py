@@ -148,18 +148,19 @@ def _refitted(blocks: jax.Array, scales: jax.Array, zeros: jax.Array) -> tuple[j
     return final[2], final[3]
 
 
-def dequantize(quantized: HQQTensor, dtype: jax.typing.DTypeLike) -> jax.Array:
+def dequantize(quantized: HQQTensor, dtype: jax.typing.DTypeLike, block: int = BLOCK) -> jax.Array:
     """Return the matrix [out, in], computed in float32 and rounded once to `dtype`.
 
     Args:
         quantized: One matrix, without stack axes.
         dtype: Floating-point type of the result.
+        block: How many weights share a scale.
     """
     if quantized.codes.ndim != 1:
         raise ValueError(f"dequantize takes one matrix, but the codes have stack axes: {quantized.codes.shape}")
-    blocks = quantized.scales.size
-    codes = jnp.pad(quantized.codes, (0, blocks * BLOCK // 2 - quantized.codes.size))
-    codes = jnp.stack([codes >> 4, codes & 0xF], axis=-1).reshape(blocks, BLOCK).astype(jnp.float32)
+    count = quantized.scales.size * block
+    codes = jnp.pad(quantized.codes, (0, -(-count // 2) - quantized.codes.size))
+    codes = jnp.stack([codes >> 4, codes & 0xF], axis=-1).reshape(-1)[:count].reshape(-1, block).astype(jnp.float32)
     scales, zeros = (x.astype(jnp.float32)[:, None] for x in (quantized.scales, quantized.zeros))
     weights = exact.rounded((codes - zeros) * scales)
     out, width = quantized.shape

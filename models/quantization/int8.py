@@ -51,16 +51,17 @@ def quantize(weight: jax.Array) -> Int8Tensor:
     return Int8Tensor(codes.reshape(-1)[: flat.size], scales, (out_features, in_features))
 
 
-def dequantize(quantized: Int8Tensor, dtype: jax.typing.DTypeLike) -> jax.Array:
+def dequantize(quantized: Int8Tensor, dtype: jax.typing.DTypeLike, block: int = BLOCK) -> jax.Array:
     """Return the matrix [out, in], computed in float32 and rounded once to `dtype`.
 
     Args:
         quantized: One matrix, without stack axes.
         dtype: Floating-point type of the result.
+        block: How many weights share a scale.
     """
     if quantized.codes.ndim != 1:
         raise ValueError(f"dequantize takes one matrix, but the codes have stack axes: {quantized.codes.shape}")
-    codes = jnp.pad(quantized.codes, (0, -quantized.codes.size % BLOCK)).reshape(-1, BLOCK)
+    codes = jnp.pad(quantized.codes, (0, -quantized.codes.size % block)).reshape(-1, block)
     weights = exact.rounded(codes.astype(jnp.float32) * quantized.scales[:, None])
     return weights.reshape(-1)[: quantized.codes.size].reshape(quantized.shape).astype(dtype)
 

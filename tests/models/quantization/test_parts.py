@@ -1,4 +1,4 @@
-"""Parts of 4-bit matrices against the whole ones: equal means equal bit for bit."""
+"""Parts of quantised matrices against the whole ones: equal means equal bit for bit."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.quantization import dequantize, nf4
+from models.quantization import dequantize, hqq, int8, nf4
 from models.quantization.fp4 import FP4Tensor
 from models.quantization.nf4 import NF4Tensor
 from models.quantization.parts import axes, cut
@@ -26,8 +26,9 @@ def reassembled(parts, count, axis, size, dtype=jnp.float32):
     """Dequantise each part on its own, and put them side by side."""
     found = []
     for i in range(count):
-        own = {name: getattr(parts, name)[i] for name in ("codes", "absmax")}
-        one = dataclasses.replace(parts, **own, start=parts.start[i : i + 1])
+        names = {"codes", "absmax", "scales", "zeros"} & {field.name for field in dataclasses.fields(parts.tensor)}
+        tensor = dataclasses.replace(parts.tensor, **{name: getattr(parts.tensor, name)[i] for name in names})
+        one = dataclasses.replace(parts, tensor=tensor, start=parts.start[i : i + 1])
         found.append(dequantized(one, dtype))
         assert found[-1].shape[axis] == size
     return np.concatenate(found, axis=axis)
@@ -98,8 +99,12 @@ def test_joined_matrices_are_cut_each_by_itself(width, segments, stored):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_fp4_is_cut_alike(axis):
-    assert_parts_are_the_whole(quantized((12, 96), form=FP4Tensor), axis, 40 if axis else 5, 3)
+@pytest.mark.parametrize("form", [FP4Tensor, hqq, int8])
+@pytest.mark.parametrize("shape", [(12, 96), (7, 15), (6, 256)])
+def test_other_formats_are_cut_alike(axis, form, shape):
+    weight = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+    matrix = quantized(shape, form=form) if form is FP4Tensor else form.quantize(weight)
+    assert_parts_are_the_whole(matrix, axis, -(-shape[axis] // 3), 4)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -131,14 +136,15 @@ def test_a_part_takes_its_share():
     for axis, size in ((0, 64), (1, 128)):
         parts = cut(matrix, axis, ((matrix.shape[axis], size),), 4)
         assert parts.block == 64
-        assert parts.codes.size == matrix.codes.size
-        assert parts.absmax.size == matrix.absmax.size
+        assert parts.tensor.codes.size == matrix.codes.size
+        assert parts.tensor.absmax.size == matrix.absmax.size
 
 
 def test_every_array_has_its_axes():
     parts = jax.eval_shape(jax.vmap(lambda m: cut(m, 0, ((10, 4),), 3)), nf4.abstract((10, 33), (2,)))
     names = axes(parts, ("layers",))
-    for leaf, of_leaf in zip(jax.tree.leaves(parts), dataclasses.astuple(names)[:5], strict=True):
+    named = jax.tree.leaves(names, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    for leaf, of_leaf in zip(jax.tree.leaves(parts), named, strict=True):
         assert leaf.ndim == len(of_leaf)
     assert names.start == ("layers", "part", "runs")
 
