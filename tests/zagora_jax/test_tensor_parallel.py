@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import eight_devices
@@ -17,6 +16,7 @@ from models.llama import Llama
 from models.lora import initial_adapter
 from models.parameters import split
 from sharding.mesh import make_mesh
+from zagora_jax.arrangement import Recipe
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.config import LoraConfig
@@ -24,8 +24,9 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import make_optimizer, make_schedule
-from zagora_jax.step import ForwardOptions, initial_state, make_train_step
+from zagora_jax.step import ForwardOptions, make_train_step
 from zagora_jax.tensor_parts import tensor_segments
+from zagora_jax.train_state import initial_state
 
 # Both sides compute in float32, and differ in the order of sums over devices alone.
 TOLERANCE = 2e-4
@@ -55,6 +56,7 @@ class Case(NamedTuple):
     steps: int = 3
     optimizer: str = "adamw"
     compression: str = "none"
+    exchange: str = "synchronous"
     model: str = "llama"
     config: dict[str, Any] = ODD
 
@@ -86,33 +88,29 @@ def train(case: Case, subject: Subject, distribution: Distribution | None):
     schedule = make_schedule("cosine", 1e-3, 0, case.steps + 2)
     optimizer = make_optimizer(case.optimizer, schedule, 0.01)
     whole = initial_state(initial_adapter(split(subject.base.model)[2], seed=0), optimizer, "float32")
-    options = ForwardOptions(kernel="chunked", remat="full", segmented=True)
-    make = partial(make_train_step, subject.graph, optimizer, schedule, options, max_grad_norm=1.0, dropout_seed=0)
+    recipe = Recipe(optimizer, schedule, ForwardOptions(kernel="chunked", remat="full", segmented=True), 1.0, 0)
     if distribution is None:
-        step, state, frozen, put = (
-            jax.jit(make(), compiler_options=FAST),
-            whole,
-            subject.base.load(),
-            lambda batch: batch,
+        step = make_train_step(
+            subject.graph, optimizer, schedule, recipe.options, max_grad_norm=1.0, dropout_seed=recipe.dropout_seed
         )
+        step, state, frozen = jax.jit(step, compiler_options=FAST), whole, subject.base.load()
     else:
-        whole = whole._replace(residuals=distribution.no_residuals())
-        spread = make(placement=distribution.placement, group=distribution.group)
-        step = distribution.compile_step(spread, whole, subject.batches[0])
+        whole = distribution.begin(whole)
+        step = distribution.compile_training(recipe, whole, subject.batches[0])
         state, frozen = distribution.put_state(whole), subject.base.load(destination=distribution)
-        put = distribution.put_batch
     numbers = []
     for batch in subject.batches:
-        state, metrics = step(state, frozen, put(batch))
+        state, metrics = step(state, frozen, batch)
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     if distribution is not None:
+        state, _ = step.finish(state)
         state = distribution.whole_state(state, whole)
     return np.array(numbers), [np.asarray(leaf) for leaf in jax.tree.leaves(state.adapters)]
 
 
 def distribution_of(case: Case, subject: Subject) -> Distribution:
     devices = jax.devices()[: int(np.prod(list(case.mesh.values())))]
-    return Distribution(make_mesh(case.mesh, devices), subject.base.model, case.compression)  # type: ignore[arg-type]
+    return Distribution(make_mesh(case.mesh, devices), subject.base.model, case.compression, case.exchange)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -140,6 +138,7 @@ CASES = [
             Case({"tensor": 2, "data": 2}, "none", steps=20),
             Case({"tensor": 3, "fsdp": 2}, steps=20),
             Case({"data": 2, "fsdp": 2, "tensor": 2}, steps=20),
+            Case({"data": 2, "tensor": 3}, exchange="overlapped"),
             Case({"tensor": 3}, "hqq"),
             Case({"tensor": 2, "fsdp": 2}, "int8"),
             Case({"tensor": 2, "fsdp": 2}, model="phi3", config={}),
