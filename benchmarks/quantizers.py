@@ -3,8 +3,8 @@
     python benchmarks/quantizers.py MODEL [--tokens 8192] [--format nf4 ...] [--text FILE ...]
 
 The text is that of Python's own help topics (`pydoc_data.topics`) where no files are given, in rows of 1,024 tokens;
-the perplexity is over all tokens of a row but the first. The error is that of all linear weights together: the norm of the
-difference over the norm of the weights. The speed is that of the best of the rows, in float32 on a CPU.
+the perplexity is over all tokens of a row but the first. The error is that of all linear weights together: the norm of
+the difference over the norm of the weights. The speed is that of the best of the rows, in float32 on a CPU.
 """
 
 import argparse

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from models import quantization as formats
-from models.lora import LoRA, LoRAConfig
+from models.lora import LayerRanks, LoRA, LoRAConfig
 from models.parameters import Frozen
 from models.placement import Fetch, Placement
 from models.quantization import StoredWeight, dequantize
@@ -83,16 +83,25 @@ class Linear(nnx.Module):
         self.adapter: LoRA | None = None
         self.in_features, self.out_features, self.stack, self.axes = in_features, out_features, stack, axes
 
-    def add_adapter(self, config: LoRAConfig, stream: int) -> None:
+    def add_adapter(self, config: LoRAConfig, stream: int, layer_ranks: LayerRanks | None = None) -> None:
         """Declare an adapter beside the frozen weight."""
-        self.adapter = nnx.data(LoRA(self.in_features, self.out_features, config, self.stack, stream, self.axes))
+        sizes = (self.in_features, self.out_features)
+        self.adapter = nnx.data(LoRA(*sizes, config, self.stack, stream, self.axes, layer_ranks))
 
-    def __call__(self, x: jax.Array, placement: Placement, dropout_keys: jax.Array | None) -> jax.Array:
-        """Apply to x [..., in]; the result [..., out] has x's dtype. Where a device has a part, so have both."""
+    def __call__(
+        self, x: jax.Array, placement: Placement, dropout_keys: jax.Array | None, layer: jax.Array | int = 0
+    ) -> jax.Array:
+        """Apply to x [..., in]; the result [..., out] has x's dtype. Where a device has a part, so have both.
+
+        `layer` is the layer's number in the whole model, where its adapter differs from the others'.
+        """
         out_axis, in_axis = self.axes
         y = frozen_matmul(x, self.weight.get_value(), placement.fetch)
         if self.adapter is not None:
-            y = y + self.adapter(x, placement, dropout_keys)
+            y = y + self.adapter(x, placement, dropout_keys, layer)
+            if self.adapter.lora_magnitude_vector is not None:
+                weight = dequantize(placement.fetch(self.weight.get_value()), x.dtype)
+                y = y * self.adapter.magnitude_factors(weight, placement, y.dtype, layer)
         if in_axis != "hidden":
             y = placement.leave(y)
         if self.bias is not None:

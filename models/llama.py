@@ -48,6 +48,11 @@ class LayerContext:
     attend: Attend
     placement: Placement
     dropout_keys: jax.Array | None
+    layer: jax.Array | int = 0
+
+    def apply(self, linear: Linear, x: jax.Array) -> jax.Array:
+        """Run one of the layer's linear modules."""
+        return linear(x, self.placement, self.dropout_keys, self.layer)
 
 
 @dataclass(frozen=True)
@@ -108,16 +113,16 @@ class SelfAttention(nnx.Module):
         k = checkpoint_name(apply_rope(k, context.cos, context.sin), "key")  # [B, S, KV, D]
         v = checkpoint_name(v, "value")  # [B, S, KV, D]
         out, kept = context.attend(q, k, v)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1), context.placement, context.dropout_keys), kept
+        return context.apply(self.o_proj, out.reshape(*x.shape[:-1], -1)), kept
 
     def _project(self, x: jax.Array, context: LayerContext) -> Sequence[jax.Array]:
         """Return queries, keys and values [B, S, heads * D]."""
         if hasattr(self, "qkv_proj"):
-            joint = self.qkv_proj(x, context.placement, context.dropout_keys)
+            joint = context.apply(self.qkv_proj, x)
             kv = joint.shape[-1] // (self.group + 2)
             return jnp.split(joint, (self.group * kv, (self.group + 1) * kv), axis=-1)
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        return [projection(x, context.placement, context.dropout_keys) for projection in projections]
+        return [context.apply(projection, x) for projection in projections]
 
 
 class MLP(nnx.Module):
@@ -136,12 +141,12 @@ class MLP(nnx.Module):
         """Apply to x [B, S, hidden]."""
         x = context.placement.enter(x)
         if hasattr(self, "gate_up_proj"):
-            gate, up = jnp.split(self.gate_up_proj(x, context.placement, context.dropout_keys), 2, axis=-1)
+            gate, up = jnp.split(context.apply(self.gate_up_proj, x), 2, axis=-1)
         else:
-            gate = self.gate_proj(x, context.placement, context.dropout_keys)
-            up = self.up_proj(x, context.placement, context.dropout_keys)
+            gate = context.apply(self.gate_proj, x)
+            up = context.apply(self.up_proj, x)
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        return self.down_proj(jax.nn.silu(gate) * up, context.placement, context.dropout_keys)
+        return context.apply(self.down_proj, jax.nn.silu(gate) * up)
 
 
 class DecoderLayer(nnx.Module):
@@ -195,7 +200,7 @@ class Llama(nnx.Module):
         if lora is not None:
             for stream, (path, linear) in enumerate(linear_modules(self).items()):
                 if path in lora.targets:
-                    linear.add_adapter(lora, stream)
+                    linear.add_adapter(lora, stream, lora.of_module(path))
 
     def part(self, num_layers: int, ends: Ends) -> "Llama":
         """Declare consecutive layers of this model as a model of their own, with what stands at their `ends`.
@@ -320,7 +325,7 @@ class Llama(nnx.Module):
             x, waiting = carry
             x = checkpoint_name(x, LAYER_INPUT)
             index, frozen, adapters, exchanged, layer_inputs = inputs
-            context = context_of(kinds.of_layer(index), layer_inputs)
+            context = replace(context_of(kinds.of_layer(index), layer_inputs), layer=index)
             if context.dropout_keys is not None:
                 layer_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(context.dropout_keys, index)
                 context = replace(context, dropout_keys=layer_keys)

@@ -2,7 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 ALL_LINEAR = "all-linear"
 
@@ -34,6 +37,17 @@ def lora_targets(targets: str | Sequence[str], module_names: Sequence[str]) -> l
     if not chosen:
         raise ValueError(f"LoRA targets {targets!r} match no linear module; {_advice('', module_names)}")
     return chosen
+
+
+def value_of_module(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
+    """Return what the first pattern that fits a module says, by the rules of PEFT's `rank_pattern`.
+
+    A pattern is a regular expression for the end of the module's name after a dot, or for the whole name.
+    """
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
 
 
 def _chosen_by_expression(expression: str, module_names: Sequence[str]) -> list[str]:

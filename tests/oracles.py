@@ -538,4 +538,5 @@ def _long(array: np.ndarray) -> torch.Tensor:
 
 def _tensor_name(parameter: str) -> str:
     """The name in adapter_model.safetensors of a parameter of PEFT's model (which adds the adapter's name)."""
-    return re.sub(r"\.lora_([AB])\.default\.weight$", r".lora_\1.weight", parameter)
+    name = re.sub(r"\.lora_magnitude_vector\.default\.weight$", ".lora_magnitude_vector", parameter)
+    return re.sub(r"\.lora_([AB])\.default\.weight$", r".lora_\1.weight", name)

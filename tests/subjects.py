@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from models.parameters import split
-from zagora_jax.adapter import load_adapter, peft_names
+from zagora_jax.adapter import load_adapter, peft_tensors
 from zagora_jax.base import open_base
 from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batch
@@ -82,9 +82,7 @@ class Subject:
             return total / batch.weights.sum()
 
         value, gradient = loss(adapters, self.frozen, as_batch(batch))
-        stacks = {path: np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(gradient)}
-        names = peft_names(self.base.model)
-        return float(value), {name: stacks[path][layer] for name, (path, layer) in names.items()}
+        return float(value), peft_tensors(self.base.model, gradient)
 
 
 def as_batch(batch):

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from models.llama import Llama, linear_modules
+from models.lora import MAGNITUDE, LayerRanks
 from models.parameters import Adapter, by_path
 from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
 from zagora_jax.config import LoraConfig
@@ -19,12 +20,51 @@ PEFT_PREFIX = "base_model.model"
 def peft_names(model: Llama) -> dict[str, tuple[tuple[str, ...], int]]:
     """Map each PEFT tensor name to a parameter's path and the layer of its stack."""
     names = {}
-    for path in by_path(nnx.state(model, Adapter)):
+    for path, ranks in _ranks(model).items():
         *module, _adapter, weight = path[2:]
+        suffix = () if weight == MAGNITUDE else ("weight",)
         for layer in range(model.config.num_layers):
-            name = ".".join((PEFT_PREFIX, "model", "layers", str(layer), *module, weight, "weight"))
-            names[name] = (path, layer)
+            if ranks.rank(layer):
+                name = ".".join((PEFT_PREFIX, "model", "layers", str(layer), *module, weight, *suffix))
+                names[name] = (path, layer)
     return names
+
+
+def _ranks(model: Llama) -> dict[tuple[str, ...], LayerRanks]:
+    """Return the ranks that go with each adapter parameter."""
+    modules = linear_modules(model)
+    found = {}
+    for path in by_path(nnx.state(model, Adapter)):
+        adapter = modules[".".join(path[:-2])].adapter
+        assert adapter is not None
+        found[path] = adapter.layer_ranks
+    return found
+
+
+def _own_part(path: tuple[str, ...], rank: int) -> tuple[slice | int, ...]:
+    """Index what a layer of `rank` has of its slice of a stack, whose rank is that of the largest."""
+    return {"lora_A": (slice(rank),), "lora_B": (slice(None), slice(rank)), MAGNITUDE: (slice(None), 0)}[path[-1]]
+
+
+def peft_tensors(model: Llama, adapters: nnx.State) -> dict[str, np.ndarray]:
+    """Cut stacked adapter parameters into PEFT's tensors, by name."""
+    stacks = {path: np.asarray(variable.get_value()) for path, variable in by_path(adapters).items()}
+    ranks = _ranks(model)
+    return {
+        name: np.ascontiguousarray(stacks[path][layer][_own_part(path, ranks[path].rank(layer))])
+        for name, (path, layer) in peft_names(model).items()
+        if path in stacks
+    }
+
+
+def peft_shapes(model: Llama) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of PEFT's tensors, by name."""
+    declared, ranks = by_path(nnx.state(model, Adapter)), _ranks(model)
+    shapes = {}
+    for name, (path, layer) in peft_names(model).items():
+        sizes, rank = declared[path].get_value().shape[1:], ranks[path].rank(layer)
+        shapes[name] = {"lora_A": (rank, sizes[-1]), "lora_B": (sizes[0], rank), MAGNITUDE: sizes[:1]}[path[-1]]
+    return shapes
 
 
 def save_adapter(
@@ -35,9 +75,8 @@ def save_adapter(
     Raises:
         ValueError: `adapters` lacks a module of `model`, or has been `trained` and is zero still.
     """
-    stacks = {path: np.asarray(variable.get_value()) for path, variable in by_path(adapters).items()}
-    tensors = {name: stacks[path][layer] for name, (path, layer) in peft_names(model).items() if path in stacks}
     config = peft_config(model, lora, base_name)
+    tensors = peft_tensors(model, adapters)
     write_adapter(directory, tensors, config, modules=adapted_modules(model), trained=trained)
 
 
@@ -47,7 +86,7 @@ def adapted_modules(model: Llama) -> list[str]:
         path.replace("model.layers.", f"model.layers.{layer}.")
         for path, linear in linear_modules(model).items()
         for layer in range(model.config.num_layers)
-        if linear.adapter is not None
+        if linear.adapter is not None and linear.adapter.layer_ranks.rank(layer)
     ]
 
 
@@ -63,6 +102,10 @@ def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig
         use_rslora=lora.use_rslora,
         target_modules=targets if isinstance(targets, str) else tuple(targets),
         base_model_name_or_path=base_name,
+        use_dora=lora.use_dora,
+        rank_pattern=lora.rank_patterns,
+        alpha_pattern=lora.alpha_patterns,
+        layers_to_transform=None if lora.layers is None else tuple(lora.layers),
     )
 
 
@@ -72,13 +115,19 @@ def check_scale(directory: Path, config: AdapterConfig, model: Llama) -> None:
     Raises:
         UserError: adapter_config.json and the options that `model` was declared with differ.
     """
-    scale = next(linear.adapter.scale for linear in linear_modules(model).values() if linear.adapter is not None)
-    if not math.isclose(config.scale, scale):
-        raise UserError(
-            f"{directory}: was trained with rank {config.r}, alpha {config.lora_alpha:g}, use_rslora "
-            f"{str(config.use_rslora).lower()}, a scale of {config.scale:g}; the run's config.yaml now gives "
-            f"{scale:g}. Set its lora options back"
-        )
+    for path, linear in linear_modules(model).items():
+        for layer in range(model.config.num_layers):
+            if linear.adapter is None or not (rank := linear.adapter.layer_ranks.rank(layer)):
+                continue
+            module = path.replace("model.layers.", f"model.layers.{layer}.")
+            scale = linear.adapter.layer_ranks.scale(layer)
+            if config.rank_of(module) != rank or not math.isclose(config.scale_of(module), scale):
+                raise UserError(
+                    f"{directory}: {module} was trained with rank {config.rank_of(module)}, alpha "
+                    f"{config.alpha_of(module):g}, use_rslora {str(config.use_rslora).lower()}, a scale of "
+                    f"{config.scale_of(module):g}; the run's config.yaml now gives rank {rank}, a scale of {scale:g}. "
+                    "Set its lora options back"
+                )
 
 
 def load_adapter(directory: Path, model: Llama) -> nnx.State:
@@ -98,16 +147,16 @@ def load_adapter(directory: Path, model: Llama) -> nnx.State:
             f"{f' (first {missing[0]})' if missing else ''}, {len(extra)} without a place"
             f"{f' (first {extra[0]})' if extra else ''}"
         )
-    stacks = {path: np.empty(variable.get_value().shape, np.float32) for path, variable in declared.items()}
+    stacks = {path: np.zeros(variable.get_value().shape, np.float32) for path, variable in declared.items()}
+    ranks, shapes = _ranks(model), peft_shapes(model)
     for name, (path, layer) in names.items():
-        if tensors[name].shape != stacks[path].shape[1:]:
+        if tensors[name].shape != shapes[name]:
             raise UserError(
-                f"{directory}: tensor {name} has shape {tensors[name].shape}, the model's adapter needs "
-                f"{stacks[path].shape[1:]}"
+                f"{directory}: tensor {name} has shape {tensors[name].shape}, the model's adapter needs {shapes[name]}"
             )
         if not np.isfinite(tensors[name]).all():
             raise UserError(f"{directory}: tensor {name} holds numbers that are not finite: the training diverged")
-        stacks[path][layer] = tensors[name]
+        stacks[path][layer][_own_part(path, ranks[path].rank(layer))] = tensors[name]
     check_scale(directory, config, model)
     return nnx.from_flat_state(
         [(path, variable.replace(jnp.asarray(stacks[path]))) for path, variable in declared.items()]

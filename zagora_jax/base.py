@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.llama import Llama, linear_modules
-from models.lora import LoRAConfig
-from models.targets import lora_targets
+from models.lora import LayerRanks, LoRAConfig
+from models.targets import lora_targets, value_of_module
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, check_tensors, expected_tensors, load_frozen
 from zagora_jax.checkpoints.source import open_checkpoint
@@ -161,17 +161,42 @@ def layer_modules(model: Llama) -> dict[str, str]:
 
 
 def _lora_config(options: LoraConfig, model: Llama) -> LoRAConfig:
-    """Resolve the targets against the model's modules, as PEFT does, and require the same ones in every layer."""
+    """Resolve targets, layers and patterns against the model's modules, as PEFT does."""
     layers = model.config.num_layers
     by_layer = layer_modules(model)
     matched = lora_targets(options.targets, list(by_layer))
-    counts: dict[str, int] = {}
+    if options.layers is not None:
+        if beyond := [layer for layer in options.layers if layer >= layers]:
+            raise ValueError(f"lora.layers names layer {beyond[0]}, but the model has {layers}, from 0")
+        matched = [name for name in matched if _layer_of(name) in options.layers]
+    ranks, alphas = options.rank_patterns, options.alpha_patterns
+    for option, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        for pattern in patterns:
+            if not any(value_of_module({pattern: True}, name, False) for name in matched):
+                raise ValueError(f"lora.{option}: {pattern} fits none of the adapted modules, such as {matched[0]}")
+    plain = LoRAConfig(
+        options.rank,
+        options.alpha,
+        options.dropout,
+        options.use_rslora,
+        frozenset(by_layer[name] for name in matched),
+        options.use_dora,
+    )
+    of_module = {path: ([0] * layers, [0.0] * layers) for path in plain.targets}
     for name in matched:
-        counts[by_layer[name]] = counts.get(by_layer[name], 0) + 1
-    for path, count in counts.items():
-        if count != layers:
-            raise ValueError(
-                f"lora.targets matches {path} in {count} of {layers} layers; adapters are laid over all layers alike, "
-                "so match it in every layer or in none"
-            )
-    return LoRAConfig(options.rank, options.alpha, options.dropout, options.use_rslora, frozenset(counts))
+        rank = value_of_module(ranks, name, options.rank)
+        module_ranks, module_scales = of_module[by_layer[name]]
+        module_ranks[_layer_of(name)] = rank
+        module_scales[_layer_of(name)] = plain.scale_of(rank, value_of_module(alphas, name, options.alpha))
+    exceptions = []
+    for path, (module_ranks, module_scales) in sorted(of_module.items()):
+        found = LayerRanks(tuple(module_ranks), tuple(module_scales))
+        if len(set(found.ranks)) == len(set(found.scales)) == 1:
+            found = LayerRanks(found.ranks[:1], found.scales[:1])
+        if found != plain.of_module(path):
+            exceptions.append((path, found))
+    return replace(plain, exceptions=tuple(exceptions))
+
+
+def _layer_of(module: str) -> int:
+    return int(module.split(".")[2])

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 def _to_path(value: Any) -> Path:
@@ -56,6 +56,11 @@ class CommandConfig(Options):
     headings: ClassVar[dict[str, str]] = {}
 
 
+def _split_pattern(pattern: str) -> tuple[str, str]:
+    name, _, value = pattern.rpartition("=")
+    return name.strip(), value.strip()
+
+
 class LoraConfig(Options):
     """The adapter's options."""
 
@@ -74,6 +79,54 @@ class LoraConfig(Options):
         "they end (q_proj,v_proj), or one regular expression that matches whole names.",
     )
     use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank): rank-stabilised LoRA.")
+    use_dora: bool = Field(
+        default=False,
+        description="Train the lengths of the weights' rows apart from their directions (DoRA): slower, often better "
+        "at low ranks.",
+    )
+    rank_pattern: list[str] | None = Field(
+        default=None,
+        description="Other ranks for some modules, as NAME=RANK; a NAME is a regular expression for the end of a "
+        "module's name, such as down_proj or layers.0.mlp.up_proj, and the first that fits counts.",
+    )
+    alpha_pattern: list[str] | None = Field(
+        default=None, description="Other alphas for some modules, as NAME=ALPHA, like rank_pattern."
+    )
+    layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None,
+        description="The numbers of the layers that get adapters, from 0; all where not given. Not with targets that "
+        "are one regular expression, which can choose layers itself.",
+    )
+
+    @property
+    def rank_patterns(self) -> dict[str, int]:
+        """The ranks by pattern."""
+        return {name: int(value) for name, value in map(_split_pattern, self.rank_pattern or ())}
+
+    @property
+    def alpha_patterns(self) -> dict[str, float]:
+        """The alphas by pattern."""
+        return {name: float(value) for name, value in map(_split_pattern, self.alpha_pattern or ())}
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _check_patterns(cls, patterns: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        number = r"[1-9]\d*" if info.field_name == "rank_pattern" else r"\d*\.?\d+"
+        for pattern in patterns or ():
+            name, value = _split_pattern(pattern)
+            if not name or not re.fullmatch(number, value) or float(value) == 0:
+                raise ValueError(f"expected NAME=NUMBER with a positive number, such as down_proj=8 ({pattern!r})")
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"expected a regular expression before the = ({pattern!r}: {error})") from None
+        return patterns
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.layers is not None and isinstance(self.targets, str) and self.targets != "all-linear":
+            raise ValueError("layers does not go with targets that are one regular expression: choose layers in that")
+        return self
 
     @field_validator("targets")
     @classmethod

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from models.parameters import Adapter
-from zagora_jax.adapter import PEFT_PREFIX, check_scale, peft_names
+from models.lora import MAGNITUDE
+from zagora_jax.adapter import PEFT_PREFIX, check_scale, peft_names, peft_shapes
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.export_directory import check_replaceable, export_directory
@@ -129,8 +128,7 @@ def _check_fingerprint(run: RunDirectory, checkpoint: Checkpoint, trained_on: st
 
 def _check_adapter(directory: Path, base: BaseModel, tensors: dict[str, np.ndarray]) -> None:
     """Check that the adapter's tensors are those that the model was declared with, and that they were trained."""
-    declared = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(base.model, Adapter))}
-    shapes = {name: declared[path].shape[1:] for name, (path, _) in peft_names(base.model).items()}
+    shapes = peft_shapes(base.model)
     for name in sorted(shapes.keys() ^ tensors.keys()):
         side = "lacks" if name in shapes else "holds"
         raise UserError(f"{directory}: {side} {name}, against the lora options in config.yaml of the run")
@@ -212,9 +210,15 @@ def _updates(source: _Source) -> dict[str, Update]:
     updates = {}
     for name, a in source.tensors.items():
         if ".lora_A." in name:
+            module = name.removeprefix(f"{PEFT_PREFIX}.").removesuffix(".lora_A.weight")
             b = source.tensors[name.replace(".lora_A.", ".lora_B.")]
-            weight = name.removeprefix(f"{PEFT_PREFIX}.").replace(".lora_A.weight", ".weight")
-            updates[weight] = Update(a.astype(np.float32), b.astype(np.float32), source.adapter.scale)
+            magnitude = source.tensors.get(f"{PEFT_PREFIX}.{module}.{MAGNITUDE}")
+            updates[f"{module}.weight"] = Update(
+                a.astype(np.float32),
+                b.astype(np.float32),
+                source.adapter.scale_of(module),
+                None if magnitude is None else magnitude.astype(np.float32),
+            )
     return updates
 
 

@@ -34,6 +34,7 @@ from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.resume import Progress, SavedPoint, find_saved
+from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.train_state import TrainState, initial_state
@@ -96,6 +97,7 @@ class _Run:
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
         self.schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, self.total_steps)
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
+        self.row_lengths: Mapping[tuple[str, ...], Any] = {}  # for DoRA, once the weights are read
         self.state_shapes = jax.eval_shape(self._new_state)
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
@@ -190,11 +192,16 @@ class _Run:
 
     def _load(self) -> nnx.State:
         with self.reporter.counting("reading and quantising tensors", self.base.tensor_count()) as count:
-            return self.base.load(count.advance, self.arrangement)
+            if self.saved is not None or not self.config.lora.use_dora:
+                return self.base.load(count.advance, self.arrangement)
+            measured = RowLengths(self.arrangement, self.base.model)
+            frozen = self.base.load(count.advance, measured)
+            self.row_lengths = measured.of_modules
+            return frozen
 
     def _new_state(self) -> TrainState:
         """Return the whole state before the first step, on one device."""
-        adapters = initial_adapter(self.declared_adapters, self.config.seed)
+        adapters = initial_adapter(self.declared_adapters, self.config.seed, self.row_lengths)
         state = initial_state(adapters, self.optimizer, self.config.compute_dtype, self.config.loss_spike_factor)
         return self.arrangement.begin(state)
 

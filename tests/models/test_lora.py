@@ -79,7 +79,7 @@ def kept(lora, keys, rows=64):
     """Which inputs of ones [B, rows, IN] go through, for an adapter whose output is its input."""
     lora.lora_A.set_value(jnp.eye(IN))
     lora.lora_B.set_value(jnp.eye(IN))
-    return np.asarray(lora(jnp.ones((len(keys), rows, IN)), LOCAL, keys)) / lora.scale
+    return np.asarray(lora(jnp.ones((len(keys), rows, IN)), LOCAL, keys)) / lora.layer_ranks.scales[0]
 
 
 def test_dropout_keeps_the_mean_and_draws_for_each_row_and_module():

@@ -6,6 +6,7 @@ import pytest
 
 from models.parameters import Adapter, Frozen, by_path, split
 from models.quantization import is_quantized
+from zagora_jax.adapter import adapted_modules
 from zagora_jax.base import open_base
 from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
@@ -77,15 +78,21 @@ def test_targets(directory, targets, expected):
 
 
 @pytest.mark.parametrize(
+    "targets", [r"model\.layers\.[01]\.mlp\.up_proj", ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]]
+)
+def test_targets_of_some_layers(directory, targets):
+    modules = adapted_modules(opened(directory, targets=targets).model)
+    assert modules == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (r"model\.layers\.[01]\.mlp\.up_proj", "model.layers.mlp.up_proj in 2 of 3 layers"),
-        (["layers.1.mlp.up_proj"], "model.layers.mlp.up_proj in 1 of 3 layers"),
         (["lm_head"], "'lm_head' names no linear module"),
         (["q_prj"], "the nearest is q_proj"),
     ],
 )
-def test_targets_that_fit_no_module_or_not_all_layers_are_refused(directory, targets, message):
+def test_targets_that_fit_no_module_are_refused(directory, targets, message):
     with pytest.raises(UserError, match=message):
         opened(directory, targets=targets)
 

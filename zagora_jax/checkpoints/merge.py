@@ -65,6 +65,7 @@ class Merge:
             for name, tensor in expected.items()
             if tensor.path[-1] == "weight" and (module := ".".join(tensor.path[:-1])) in layers
         }
+        self._layers = {name: expected[name].layer or 0 for name in self._linear}
         self.layout = _layout(checkpoint, {name: nbytes(*spec) for name, spec in self.specs.items()})
 
     @property
@@ -113,7 +114,7 @@ class Merge:
         shape, dtype = self.specs[name]
         result = np.empty(shape, dtype)
         update = self.updates.get(name)
-        layer = None if update is None else ProbedLayer(self._linear[name], update)
+        layer = None if update is None else ProbedLayer(self._linear[name], update, self._layers[name])
         for start, base in self._base_rows(name):
             stop = start + len(base)
             unchanged = _rounded(base, result.dtype, name)
@@ -121,8 +122,7 @@ class Merge:
                 result[start:stop] = unchanged
                 continue
             wide = base.astype(np.float32, copy=False)
-            delta = update.rows(start, stop)
-            merged = wide + delta
+            merged, delta = update.merged(wide, start)
             result[start:stop] = written = _rounded(merged, result.dtype, name)
             checks.compare(name, layer, wide, merged, start)
             checks.count(name, unchanged, written, wide, delta)

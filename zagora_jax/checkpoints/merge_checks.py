@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 
 from models.linear import Linear
+from models.lora import MAGNITUDE
 from models.parameters import Adapter, Frozen
-from models.placement import identity
+from models.placement import LOCAL
 from zagora_jax.errors import UserError
 
 _PROBED_COLUMNS = 8
@@ -21,15 +22,30 @@ _FLOAT32_ROUNDING = 2.0**-24  # half a unit in the last place, relative
 
 @dataclass(frozen=True)
 class Update:
-    """The update scale * B A of one weight [out, in]; A [r, in] and B [out, r] are float32."""
+    """The update scale * B A of one weight [out, in]; A [r, in] and B [out, r] are float32.
+
+    With DoRA, each row of the sum is brought to the length that `magnitude` [out] gives.
+    """
 
     a: np.ndarray
     b: np.ndarray
     scale: float
+    magnitude: np.ndarray | None = None
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Return the rows [start, stop) of the update, float32 [stop - start, in]."""
         return (self.b[start:stop] @ self.a) * np.float32(self.scale)
+
+    def merged(self, base: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tuned rows of `base`, float32 [rows, in], which begin at row `start`, and what changed."""
+        change = self.rows(start, start + len(base))
+        tuned = base + change
+        if self.magnitude is None:
+            return tuned, change
+        lengths = np.linalg.norm(tuned, axis=1, keepdims=True)
+        wanted = self.magnitude[start : start + len(base), None]
+        tuned = tuned * np.divide(wanted, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+        return tuned, tuned - base
 
 
 @dataclass(frozen=True)
@@ -62,9 +78,11 @@ class ProbedLayer:
     so that float32 arithmetic leaves almost no room for deviation, and a wrong scale or a swapped factor shows.
     """
 
-    def __init__(self, layer: Linear, update: Update):
-        """Choose the columns, the same ones for every layer of a width."""
-        self._update = update
+    def __init__(self, layer: Linear, update: Update, number: int):
+        """Choose the columns, the same ones for every layer of a width; `number` is the layer's in the model."""
+        assert layer.adapter is not None
+        self._update, self._number = update, number
+        self._rank = max(layer.adapter.layer_ranks.ranks)
         self._parts: Any = nnx.split(layer, Frozen, Adapter)
         width = update.a.shape[1]
         self.columns = np.sort(np.random.default_rng(0).choice(width, min(_PROBED_COLUMNS, width), replace=False))
@@ -78,13 +96,27 @@ class ProbedLayer:
             u |W + scale B A| (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); both sides err.
         """
         b, a = self._update.b[start : start + len(weight)], self._update.a
-        values: dict[str, Any] = {"weight": weight, "bias": np.zeros(len(weight), np.float32), "lora_A": a, "lora_B": b}
+        padding = (0, self._rank - len(a))  # of a stack whose layers have different ranks
+        values: dict[str, Any] = {
+            "weight": weight,
+            "bias": np.zeros(len(weight), np.float32),
+            "lora_A": np.pad(a, (padding, (0, 0))),
+            "lora_B": np.pad(b, ((0, 0), padding)),
+        }
+        if self._update.magnitude is not None:
+            values[MAGNITUDE] = self._update.magnitude[start : start + len(weight), None]
         units = np.zeros((len(self.columns), weight.shape[1]), np.float32)  # [columns, in]
         units[np.arange(len(self.columns)), self.columns] = 1
         graph, frozen, adapter = self._parts
-        outputs = _apply(graph, _filled(frozen, values), _filled(adapter, values), units)
+        outputs = _apply(graph, _filled(frozen, values), _filled(adapter, values), units, self._number)
         parts = abs(self._update.scale) * (np.abs(b) @ np.abs(a[:, self.columns]))  # [rows, columns]
         bound = 2 * (len(a) + 3) * _FLOAT32_ROUNDING * (np.abs(weight[:, self.columns]) + parts)
+        if self._update.magnitude is not None:
+            # Scaled by factors whose lengths are roots of sums of `in` squares.
+            factors = self._update.magnitude[start : start + len(weight), None] / np.linalg.norm(
+                weight + self._update.rows(start, start + len(weight)), axis=1, keepdims=True
+            ).clip(np.finfo(np.float32).tiny)
+            bound = bound * factors + (weight.shape[1] + 8) * _FLOAT32_ROUNDING * np.abs(np.asarray(outputs).T)
         # XLA may take subnormal numbers for zero.
         return np.asarray(outputs).T, bound + np.finfo(np.float32).tiny
 
@@ -147,7 +179,7 @@ def _filled(state: nnx.State, values: Mapping[str, np.ndarray]) -> nnx.State:
 
 
 @partial(jax.jit, static_argnums=0)
-def _apply(graph: nnx.GraphDef, frozen: nnx.State, adapter: nnx.State, x: jax.Array) -> jax.Array:
+def _apply(graph: nnx.GraphDef, frozen: nnx.State, adapter: nnx.State, x: jax.Array, layer: int) -> jax.Array:
     # Without this a GPU would multiply float32 numbers as TF32, with 10 bits.
     with jax.default_matmul_precision("highest"):
-        return nnx.merge(graph, frozen, adapter)(x, identity, None)
+        return nnx.merge(graph, frozen, adapter)(x, LOCAL, None, layer)

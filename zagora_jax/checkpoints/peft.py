@@ -4,13 +4,14 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from models.targets import value_of_module
 from zagora_jax.checkpoints.atomic import atomic_file, write_bytes
 from zagora_jax.checkpoints.json_files import read_json_object
 from zagora_jax.checkpoints.safetensors_file import read_header, read_tensor
@@ -20,7 +21,7 @@ from zagora_jax.errors import UserError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_((?P<side>[AB])\.weight|magnitude_vector)")
 _DTYPES = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 
 # Fields that say nothing about the adapter's arithmetic.
@@ -48,11 +49,30 @@ class AdapterConfig:
     target_modules: str | tuple[str, ...]
     use_rslora: bool = False
     base_model_name_or_path: str | None = None
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    layers_to_transform: tuple[int, ...] | None = None
 
     @property
     def scale(self) -> float:
-        """The factor of B @ A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+        """The factor of B @ A where no pattern says otherwise: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        return self._scale(self.r, self.lora_alpha)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module such as model.layers.0.self_attn.q_proj."""
+        return value_of_module(self.rank_pattern, module, self.r)
+
+    def alpha_of(self, module: str) -> float:
+        """Return the alpha of a module."""
+        return value_of_module(self.alpha_pattern, module, self.lora_alpha)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's B @ A."""
+        return self._scale(self.rank_of(module), self.alpha_of(module))
+
+    def _scale(self, rank: int, alpha: float) -> float:
+        return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of adapter_config.json."""
@@ -72,11 +92,11 @@ class AdapterConfig:
             "fan_in_fan_out": False,
             "init_lora_weights": True,
             "use_rslora": self.use_rslora,
-            "use_dora": False,
-            "layers_to_transform": None,
+            "use_dora": self.use_dora,
+            "layers_to_transform": None if self.layers_to_transform is None else list(self.layers_to_transform),
             "layers_pattern": None,
-            "rank_pattern": {},
-            "alpha_pattern": {},
+            "rank_pattern": dict(self.rank_pattern),
+            "alpha_pattern": dict(self.alpha_pattern),
             "modules_to_save": None,
         }
 
@@ -103,7 +123,7 @@ def write_adapter(
         ValueError: `tensors` are no whole adapter; nothing has been written.
         RuntimeError: What was written reads back differently.
     """
-    problem = _find_problem({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, config.r)
+    problem = _find_problem({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, config)
     if problem:
         raise ValueError(f"the adapter is not saved: {problem}")
     found = {match["module"] for name in tensors if (match := _TENSOR_NAME.fullmatch(name))}
@@ -145,7 +165,7 @@ def read_adapter(directory: Path) -> tuple[dict[str, np.ndarray], AdapterConfig]
             f"{directory} holds no {WEIGHTS}.{pickled if (directory / 'adapter_model.bin').exists() else ''}"
         )
     infos = read_header(directory / WEIGHTS)
-    problem = _find_problem({name: (info.shape, info.dtype) for name, info in infos.items()}, config.r)
+    problem = _find_problem({name: (info.shape, info.dtype) for name, info in infos.items()}, config)
     if problem:
         raise UserError(f"{directory / WEIGHTS}: {problem}.")
     return {name: read_tensor(info) for name, info in infos.items()}, config
@@ -157,7 +177,7 @@ def _read_config(directory: Path) -> AdapterConfig:
         raise UserError(f"{directory} is no PEFT adapter: it holds no {CONFIG}.")
     content = read_json_object(path)
 
-    def field(name: str, kinds: tuple[type, ...], default: Any = ...) -> Any:
+    def entry(name: str, kinds: tuple[type, ...], default: Any = ...) -> Any:
         value = content.pop(name, default)
         if type(value) not in kinds:
             found = "nothing" if value is ... else repr(value)
@@ -167,15 +187,24 @@ def _read_config(directory: Path) -> AdapterConfig:
     peft_type, task_type = content.pop("peft_type", None), content.pop("task_type", None)
     if peft_type != "LORA" or task_type not in ("CAUSAL_LM", None):
         raise UserError(f"{path}: expected peft_type LORA for CAUSAL_LM, found {peft_type} for {task_type}.")
-    targets = field("target_modules", (str, list))
+    targets = entry("target_modules", (str, list))
+    layers = entry("layers_to_transform", (int, list, type(None)), None)
     config = AdapterConfig(
-        r=field("r", (int,)),
-        lora_alpha=field("lora_alpha", (int, float)),
-        lora_dropout=field("lora_dropout", (int, float), 0.0),
+        r=entry("r", (int,)),
+        lora_alpha=entry("lora_alpha", (int, float)),
+        lora_dropout=entry("lora_dropout", (int, float), 0.0),
         target_modules=targets if isinstance(targets, str) else tuple(str(target) for target in targets),
-        use_rslora=field("use_rslora", (bool,), False),
+        use_rslora=entry("use_rslora", (bool,), False),
         base_model_name_or_path=content.get("base_model_name_or_path"),
+        use_dora=entry("use_dora", (bool,), False),
+        rank_pattern=_patterns(path, "rank_pattern", content.pop("rank_pattern", None), (int,)),
+        alpha_pattern=_patterns(path, "alpha_pattern", content.pop("alpha_pattern", None), (int, float)),
+        layers_to_transform=(layers,) if isinstance(layers, int) else layers and tuple(layers),
     )
+    if not all(type(layer) is int and layer >= 0 for layer in config.layers_to_transform or ()):
+        raise UserError(f"{path}: layers_to_transform must be a list of numbers of layers, found {layers!r}.")
+    if content.get("layers_pattern") in ("layers", ["layers"]):  # the only stack of layers there is
+        del content["layers_pattern"]
     if config.r < 1 or not math.isfinite(config.lora_alpha):
         raise UserError(f"{path}: r is {config.r} and lora_alpha {config.lora_alpha}, expected r >= 1 and a number.")
     initialisation = content.pop("init_lora_weights", True)
@@ -187,19 +216,40 @@ def _read_config(directory: Path) -> AdapterConfig:
     return config
 
 
-def _find_problem(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], rank: int) -> str | None:
-    """Say why tensors of these shapes and dtypes are not pairs of A [rank, in] and B [out, rank]."""
+def _patterns(path: Path, name: str, content: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """Check the values of a rank_pattern or alpha_pattern."""
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(type(value) in kinds and value > 0 for value in content.values()):
+        raise UserError(f"{path}: {name} must map names to positive numbers, found {content!r:.80}.")
+    for pattern in content:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{path}: {name}: {pattern!r} is no regular expression: {error}.") from None
+    return content
+
+
+def _find_problem(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], config: AdapterConfig) -> str | None:
+    """Say why tensors of these shapes and dtypes are not A [rank, in] and B [out, rank], with DoRA magnitudes [out]."""
     if not tensors:
         return "it has no tensors"
     for name, (shape, dtype) in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
         if not match:
             return f"tensor {name!r} is not named base_model.model.<module>.lora_A.weight or .lora_B.weight"
-        partner = name.replace(".lora_A.", ".lora_B.") if match["side"] == "A" else name.replace(".lora_B.", ".lora_A.")
-        if partner not in tensors:
-            return f"tensor {name!r} is there without {partner!r}"
-        expected = f"[{rank}, in]" if match["side"] == "A" else f"[out, {rank}]"
-        if len(shape) != 2 or 0 in shape or shape[0 if match["side"] == "A" else 1] != rank:
+        stem, rank = f"base_model.model.{match['module']}.lora_", config.rank_of(match["module"])
+        parts = {"A": f"{stem}A.weight", "B": f"{stem}B.weight"}
+        if config.use_dora:
+            parts["magnitude_vector"] = f"{stem}magnitude_vector"
+        if not match["side"] and not config.use_dora:
+            return f"tensor {name!r} belongs to DoRA, but use_dora is false"
+        if absent := [partner for partner in parts.values() if partner not in tensors]:
+            return f"tensor {name!r} is there without {absent[0]!r}"
+        out = tensors[parts["B"]][0][0]
+        expected = {"A": f"[{rank}, in]", "B": f"[out, {rank}]"}.get(match["side"], f"[{out}]")
+        fits = {"A": len(shape) == 2 and shape[0] == rank, "B": len(shape) == 2 and shape[-1] == rank}
+        if 0 in shape or not fits.get(match["side"], shape == (out,)):
             return f"tensor {name!r} has the shape {list(shape)}, expected {expected}"
         if dtype not in _DTYPES:
             return f"tensor {name!r} has the dtype {dtype}, expected a float of 16 bits or more"

@@ -153,12 +153,14 @@ def test_what_reads_back_differently_fails_loudly(tmp_path, monkeypatch):
     ("field", "value"),
     [
         ("bias", "all"),
-        ("use_dora", True),
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
+        ("use_dora", "yes"),
+        ("rank_pattern", {"q_proj": 0}),
+        ("alpha_pattern", {"q_proj": None}),
+        ("rank_pattern:", {"(": 1}),
         ("modules_to_save", ["lm_head"]),
         ("trainable_token_indices", [1]),
-        ("layers_to_transform", [0]),
+        ("layers_to_transform", [-1]),
+        ("layers_pattern", "blocks"),
         ("fan_in_fan_out", True),
         ("lora_bias", True),
         ("exclude_modules", ["v_proj"]),
@@ -169,8 +171,18 @@ def test_what_reads_back_differently_fails_loudly(tmp_path, monkeypatch):
 )
 def test_unsupported_fields_are_refused_by_name(tmp_path, field, value):
     write_adapter(tmp_path, adapter_tensors(), LORA)
-    edit_config(tmp_path, **{field: value})
+    edit_config(tmp_path, **{field.strip(":"): value})
     with pytest.raises(UserError, match=rf"adapter_config\.json: {field} "):
+        read_adapter(tmp_path)
+
+
+def test_tensors_that_a_pattern_or_dora_asks_for_are_required(tmp_path):
+    write_adapter(tmp_path, adapter_tensors(), LORA)
+    edit_config(tmp_path, use_dora=True)
+    with pytest.raises(UserError, match=r"is there without '.*lora_magnitude_vector'"):
+        read_adapter(tmp_path)
+    edit_config(tmp_path, use_dora=False, rank_pattern={"q_proj": 7})
+    with pytest.raises(UserError, match=r"lora_A.weight' has the shape \[4, 64\], expected \[7, in\]"):
         read_adapter(tmp_path)
 
 
