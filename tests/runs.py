@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -18,20 +19,21 @@ from typing import Any
 from rich.console import Console
 
 from zagora_jax.checkpoints.source import open_checkpoint
-from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.config import ExportConfig, LoraConfig, TrainConfig
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 
-# The moments of a run are the calls of these, described as "5: rename OLD NEW", and the lines of metrics,
-# "7: metrics STEP".
+# The moments of a run are the calls of these, described as "5: rename OLD NEW", the lines of metrics, as "7: metrics
+# STEP", and the beginnings of a training's parts, as "3: part _load".
 FILE_OPERATIONS = ("rename", "replace", "fsync", "mkdir", "rmdir")
+PARTS = ("_compile_step", "_load", "_initial_state", "_compile_evaluation", "_evaluate", "_step")
 TIMEOUT = 600  # seconds
 INTERRUPTED = 3  # the exit status of a child that ends with KeyboardInterrupt
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that came to its end: its moments, and what it printed."""
+    """A run, or an export, that came to its end: its moments, and what it printed."""
 
     moments: list[str]
     printed: str
@@ -71,7 +73,9 @@ def finished_run(directory: Path, config: TrainConfig) -> RunDirectory:
     run = RunDirectory(directory)
     run.create()
     run.write_config(config)
-    run.update_report({"synthetic": False, "model_fingerprint": open_checkpoint(config.model).fingerprint()})
+    fingerprint = open_checkpoint(config.model).fingerprint()
+    options = config.model_dump(mode="json")
+    run.update_report({"synthetic": False, "model_fingerprint": fingerprint, "options": options})
     targets = PROJECTIONS if config.lora.targets == "all-linear" else config.lora.targets
     tensors = random_adapter(Path(config.model), rank=config.lora.rank, targets=targets)
     write_adapter(run.adapter, tensors, alpha=config.lora.alpha, targets=targets)
@@ -93,8 +97,17 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     ]
 
 
+@dataclass(frozen=True)
+class Break:
+    """So many seconds after the first moment that a regular expression matches, a signal is sent."""
+
+    moment: str
+    by: signal.Signals
+    seconds: float = 0.0
+
+
 class Child:
-    """Trains in processes of its own, which share a folder of compiled programs and their imports.
+    """Trains and exports in processes of its own, which share a folder of compiled programs and their imports.
 
     The processes are forked from one that has imported what training needs, but has not started JAX.
     """
@@ -102,26 +115,34 @@ class Child:
     def __init__(self, folder: Path):
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["zagora_jax.trainer", "zagora_jax.checkpoints.tokenizer"])
+        self._context.set_forkserver_preload(
+            ["zagora_jax.trainer", "zagora_jax.exporter", "zagora_jax.checkpoints.tokenizer"]
+        )
 
-    def train(self, config: TrainConfig) -> Finished:
-        """Train to the end."""
-        exitcode, finished = self._run(config, None, None)
+    def train(self, config: TrainConfig | ExportConfig) -> Finished:
+        """Train, or export, to the end."""
+        exitcode, finished = self._run(config)
         assert exitcode == 0
         assert finished is not None
         return finished
 
+    export = train
+
     def break_off(self, config: TrainConfig, moment: str, by: signal.Signals = signal.SIGKILL) -> None:
         """Train until the process is killed just before the first moment that the regular expression matches."""
-        exitcode, finished = self._run(config, moment, by)
+        exitcode, finished = self._run(config, Break(moment, by))
         assert finished is None, f"no moment {moment!r} among {finished.moments}"
         assert exitcode == (-signal.SIGKILL if by == signal.SIGKILL else INTERRUPTED)
 
-    def _run(
-        self, config: TrainConfig, moment: str | None, by: signal.Signals | None
-    ) -> tuple[int | None, Finished | None]:
+    def kill(self, config: TrainConfig | ExportConfig, number: int, seconds: float) -> bool:
+        """Kill the process so long after the moment of that number; tells whether it was not at its end by then."""
+        exitcode, finished = self._run(config, Break(f"^{number}: ", signal.SIGKILL, seconds))
+        assert (exitcode, finished is None) in ((0, False), (-signal.SIGKILL, True), (-signal.SIGKILL, False))
+        return finished is None
+
+    def _run(self, config: TrainConfig | ExportConfig, end: Break | None = None) -> tuple[int | None, Finished | None]:
         receiver, sender = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_train, args=(config, self._folder, moment, by, sender))
+        process = self._context.Process(target=_work, args=(config, self._folder, end, sender))
         process.start()
         sender.close()
         if not receiver.poll(TIMEOUT):
@@ -135,7 +156,7 @@ class Child:
         return process.exitcode, finished
 
 
-def _train(config: TrainConfig, compiled: Path, moment: str | None, by: signal.Signals | None, sender: Any) -> None:
+def _work(config: TrainConfig | ExportConfig, compiled: Path, end: Break | None, sender: Any) -> None:
     import jax
 
     jax.config.update("jax_enable_compilation_cache", True)
@@ -143,26 +164,35 @@ def _train(config: TrainConfig, compiled: Path, moment: str | None, by: signal.S
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-    from zagora_jax import trainer
+    from zagora_jax import exporter, trainer
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it runs in the background
-    moments = _record_moments(moment, by)
+    moments = _record_moments(end)
     reporter, printed = recorder()
     try:
-        trainer.train(config, reporter)
+        if isinstance(config, TrainConfig):
+            trainer.train(config, reporter)
+        else:
+            exporter.export(config, reporter)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     sender.send(Finished(moments, printed()))
 
 
-def _record_moments(moment: str | None, by: signal.Signals | None) -> list[str]:
-    """Make the process send itself the signal `by` at the given moment; returns the list that moments are put in."""
+def _record_moments(end: Break | None) -> list[str]:
+    """Make the process send itself a signal at the given moment; returns the list that moments are put in."""
+    from zagora_jax import trainer
+
     moments: list[str] = []
 
     def record(description: str) -> None:
         moments.append(f"{len(moments)}: {description}")
-        if moment is not None and by is not None and re.search(moment, moments[-1]):
-            os.kill(os.getpid(), by)
+        if end is None or not re.search(end.moment, moments[-1]):
+            return
+        if end.seconds:
+            threading.Timer(end.seconds, os.kill, (os.getpid(), end.by)).start()
+        else:
+            os.kill(os.getpid(), end.by)
 
     def recorded(name: str, function: Callable) -> Callable:
         @wraps(function)
@@ -172,8 +202,18 @@ def _record_moments(moment: str | None, by: signal.Signals | None) -> list[str]:
 
         return call
 
+    def part_recorded(name: str, function: Callable) -> Callable:
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            record(f"part {name}")
+            return function(*args)
+
+        return call
+
     for name in FILE_OPERATIONS:
         setattr(os, name, recorded(name, getattr(os, name)))
+    for name in PARTS:
+        setattr(trainer._Run, name, part_recorded(name, getattr(trainer._Run, name)))
     write = MetricsFile.write
 
     def write_metrics(self: MetricsFile, entry: Mapping[str, Any]) -> None:

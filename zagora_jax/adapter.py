@@ -1,6 +1,7 @@
 """Between the model's stacked adapter parameters and PEFT's files."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 from models.llama import Llama, linear_modules
 from models.lora import MAGNITUDE, LayerRanks
 from models.parameters import Adapter, by_path
-from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
+from zagora_jax.checkpoints.peft import AdapterConfig, write_adapter
 from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
 
@@ -80,6 +81,12 @@ def save_adapter(
     write_adapter(directory, tensors, config, modules=adapted_modules(model), trained=trained)
 
 
+def peft_tensors(model: Llama, adapters: nnx.State) -> dict[str, np.ndarray]:
+    """Return the matrices of every layer, A [rank, in] and B [out, rank], by PEFT's names."""
+    stacks = {path: np.asarray(variable.get_value()) for path, variable in by_path(adapters).items()}
+    return {name: stacks[path][layer] for name, (path, layer) in peft_names(model).items() if path in stacks}
+
+
 def adapted_modules(model: Llama) -> list[str]:
     """Name the modules of every layer that carry an adapter, as Hugging Face does: model.layers.0.self_attn.q_proj."""
     return [
@@ -130,14 +137,13 @@ def check_scale(directory: Path, config: AdapterConfig, model: Llama) -> None:
                 )
 
 
-def load_adapter(directory: Path, model: Llama) -> nnx.State:
-    """Read a PEFT adapter into the declared `model`'s adapter parameters, as float32.
+def load_adapter(directory: Path, tensors: Mapping[str, np.ndarray], config: AdapterConfig, model: Llama) -> nnx.State:
+    """Put the tensors of a PEFT adapter, read from `directory`, into the declared `model`'s parameters, as float32.
 
     Raises:
         UserError: a tensor is missing, has no place in the model, has another shape or is not finite; or the scale is
             not the model's.
     """
-    tensors, config = read_adapter(directory)
     names = peft_names(model)
     declared = by_path(nnx.state(model, Adapter))
     missing, extra = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())

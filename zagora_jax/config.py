@@ -531,6 +531,7 @@ class ExportConfig(CommandConfig):
         description="The weights that the adapter is added to: the original ones, or those that training saw.",
     )
     dtype: FloatType | None = Field(default=None, description="Type of the merged weights; else that of the source.")
+    checkpoint: Checkpoint = None
     overwrite: bool = Field(False, description="Replace an earlier export; nothing else is ever replaced.")
 
     @model_validator(mode="after")

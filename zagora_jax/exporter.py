@@ -16,7 +16,7 @@ from zagora_jax.checkpoints.export_directory import check_replaceable, export_di
 from zagora_jax.checkpoints.json_files import parse_json_object
 from zagora_jax.checkpoints.merge import Merge
 from zagora_jax.checkpoints.merge_checks import MergeReport, Update
-from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
+from zagora_jax.checkpoints.peft import AdapterConfig, write_adapter
 from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import ExportConfig, TrainConfig
 from zagora_jax.config_file import load_config
@@ -26,6 +26,7 @@ from zagora_jax.model_card import adapter_card, merged_card
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB
 from zagora_jax.run_directory import RunDirectory
+from zagora_jax.tuned import require_same_base, saved_adapter
 
 # Files that describe the weights, and so do not belong beside an adapter alone.
 MODEL_FILES = ("config.json", "generation_config.json")
@@ -73,7 +74,7 @@ class _Source:
 
 
 def export(config: ExportConfig, reporter: Reporter | None = None) -> ExportResult:
-    """Write the newest adapter of `config.run`, merged or alone, to `config.to`.
+    """Write an adapter of `config.run`, the newest or a checkpoint's, merged or alone, to `config.to`.
 
     Raises:
         UserError: wrong input, found before anything is written, or a result that is not worth writing.
@@ -103,27 +104,13 @@ def _open_source(config: ExportConfig) -> _Source:
         raise UserError(f"{run.path}: was trained on {trained.model}, random weights: there is nothing to export")
     if config.base == "dequantized" and trained.quantization == "none":
         raise UserError(f"--base dequantized: {run.path} was trained with quantization none; leave --base out")
-    if not run.adapter.is_dir():
-        raise UserError(f"{run.path}: no adapter is saved yet; train until the first save, or with --resume")
     base = open_base(trained.model, quantization="none", dtype="float32", lora=trained.lora)
     assert base.checkpoint is not None  # synthetic models were refused
-    _check_fingerprint(run, base.checkpoint, report.get("model_fingerprint"))
-    tensors, adapter = read_adapter(run.adapter)
-    _check_adapter(run.adapter, base, tensors)
-    check_scale(run.adapter, adapter, base.model)
-    return _Source(run, trained, base, base.checkpoint, tensors, adapter)
-
-
-def _check_fingerprint(run: RunDirectory, checkpoint: Checkpoint, trained_on: str | None) -> None:
-    if trained_on is None:
-        raise UserError(
-            f"{run.report}: no model_fingerprint, so whether the base model is still the same cannot be told"
-        )
-    if trained_on != checkpoint.fingerprint():
-        raise UserError(
-            f"{checkpoint.path}: is not the model that {run.path} was trained on any more (its fingerprint is not the "
-            f"model_fingerprint in {run.report}). Put the old model back: an adapter fits no other"
-        )
+    require_same_base(run, base)
+    saved = saved_adapter(run, base, trained, config.checkpoint)
+    _check_adapter(saved.path, base, saved.tensors)
+    check_scale(saved.path, saved.config, base.model)
+    return _Source(run, trained, base, base.checkpoint, saved.tensors, saved.config)
 
 
 def _check_adapter(directory: Path, base: BaseModel, tensors: dict[str, np.ndarray]) -> None:

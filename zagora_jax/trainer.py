@@ -161,6 +161,7 @@ class _Run:
             {
                 "synthetic": self.base.synthetic,
                 "model_fingerprint": self.progress.model,
+                "options": self.progress.options,
                 "facts": facts,
                 "versions": _versions(),
                 "loss_after": None,

@@ -1,19 +1,30 @@
 """A run's tuned model, brought back for evaluation and generation."""
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
 
 from models.lora import initial_adapter
 from models.parameters import split
-from zagora_jax.adapter import load_adapter
+from zagora_jax.adapter import load_adapter, peft_config, peft_tensors
 from zagora_jax.base import BaseModel, open_base
+from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter
 from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_OPTIONS = {"quantization", "lora"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,8 @@ def open_tuned(path: Path, step: int | None = None) -> TunedModel:
     except UserError as error:
         raise UserError(f"{path}: the base model that it was trained on: {error}") from error
     require_same_base(directory, base)
-    adapters = _adapter_of_step(directory, base, config, step) if step is not None else _newest(directory, base)
-    return TunedModel(base, adapters, config)
+    saved = saved_adapter(directory, base, config, step)
+    return TunedModel(base, load_adapter(saved.path, saved.tensors, saved.config, base.model), config)
 
 
 def require_same_base(directory: RunDirectory, base: BaseModel) -> None:
@@ -73,14 +84,41 @@ def require_same_base(directory: RunDirectory, base: BaseModel) -> None:
         )
 
 
-def _newest(directory: RunDirectory, base: BaseModel) -> nnx.State:
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A run's adapter by PEFT's names, and the folder that it was read from."""
+
+    path: Path
+    tensors: dict[str, np.ndarray]
+    config: AdapterConfig
+
+
+def saved_adapter(directory: RunDirectory, base: BaseModel, config: TrainConfig, step: int | None) -> SavedAdapter:
+    """Read the newest adapter of a run, or that of the checkpoint at `step`.
+
+    Where the newest one is damaged, that of the newest checkpoint which is not takes its place, with a warning.
+
+    Raises:
+        UserError: there is none, the checkpoint that was asked for is damaged, or the adapter was trained with other
+            options than config.yaml now has.
+    """
+    if step is not None:
+        return _of_step(directory, base, config, step)
     if not directory.adapter.is_dir():
         raise UserError(f"{directory.path}: no adapter is saved yet; train until the first save, or with --resume")
-    return load_adapter(directory.adapter, base.model)
+    try:
+        tensors, adapter = read_adapter(directory.adapter)
+    except UserError as error:
+        newest = SavedStates(directory.checkpoints).newest_intact(logger.warning)
+        if newest is None:
+            raise
+        logger.warning("%s The adapter of checkpoint %d is used.", error, newest)
+        return _of_step(directory, base, config, newest)
+    _require_same_options(directory, config, directory.read_report().get("options"), directory.report)
+    return SavedAdapter(directory.adapter, tensors, adapter)
 
 
-def _adapter_of_step(directory: RunDirectory, base: BaseModel, config: TrainConfig, step: int) -> nnx.State:
-    _, _, declared = split(base.model)
+def _of_step(directory: RunDirectory, base: BaseModel, config: TrainConfig, step: int) -> SavedAdapter:
     states = SavedStates(directory.checkpoints)
     if step not in states.steps():
         raise UserError(
@@ -88,4 +126,22 @@ def _adapter_of_step(directory: RunDirectory, base: BaseModel, config: TrainConf
             f"{', '.join(map(str, states.steps())) or 'none'}"
         )
     states.check(step)
-    return states.adapters(step, initial_adapter(declared, config.seed))
+    path = directory.checkpoints / str(step)
+    _require_same_options(directory, config, states.progress(step).get("options"), path)
+    _, _, declared = split(base.model)
+    adapters = states.adapters(step, jax.eval_shape(partial(initial_adapter, declared, config.seed)))
+    return SavedAdapter(path, peft_tensors(base.model, adapters), peft_config(base.model, config.lora, config.model))
+
+
+def _require_same_options(
+    directory: RunDirectory, config: TrainConfig, recorded: Mapping[str, Any] | None, source: Path
+) -> None:
+    """Refuse a config.yaml that was changed since, in what the adapter is nothing without."""
+    if recorded is None:
+        raise UserError(f"{source}: no options, so whether config.yaml is still as in training cannot be told")
+    for name, now in config.model_dump(mode="json", include=ADAPTER_OPTIONS).items():
+        if recorded.get(name) != now:
+            raise UserError(
+                f"{directory.config}: {name} is {now}, but the adapter was trained with {recorded.get(name)} "
+                f"({source}). Set it back"
+            )

@@ -1,23 +1,30 @@
 """Exports of a run, against PEFT over the same base model and transformers on what was written."""
 
 import json
+import resource
 import runpy
 import shutil
 import sys
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
 from oracles import PROJECTIONS, STORAGE, random_adapter, tiny_llama, transformers_logits, write_adapter
 
 from zagora_jax import exporter
+from zagora_jax.checkpoints.run_state import StateWriter
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.config import ExportConfig, LoraConfig, TrainConfig
 from zagora_jax.config_file import save_config
 from zagora_jax.errors import UserError
 from zagora_jax.exporter import export
 from zagora_jax.run_directory import RunDirectory
+from zagora_jax.train_state import initial_state
+from zagora_jax.tuned import open_tuned
 
 ALPHA = 8
 TOKENS = np.random.default_rng(1).integers(0, 320, (2, 40))
@@ -33,7 +40,8 @@ def make_run(directory, model, *, rslora=False, quantization="nf4", adapter=None
     targets = PROJECTIONS if options.targets == "all-linear" else options.targets
     tensors = random_adapter(model, targets=targets) if adapter is None else adapter
     write_adapter(directory / "adapter", tensors, alpha=ALPHA, use_rslora=rslora, targets=targets)
-    write_report(directory, synthetic=False, model_fingerprint=open_checkpoint(str(model)).fingerprint())
+    fingerprint = open_checkpoint(str(model)).fingerprint()
+    write_report(directory, synthetic=False, model_fingerprint=fingerprint, options=config.model_dump(mode="json"))
     return directory
 
 
@@ -294,12 +302,41 @@ class TestRefusals:
         config = RunDirectory(run).read_config()
         lora = config.lora.model_copy(update=change)
         RunDirectory(run).write_config(config.model_copy(update={"lora": lora}))
-        self.refuse(tmp_path, "was trained with rank 4, .* Set its lora options back")
+        self.refuse(tmp_path, "config.yaml: lora is .*, but the adapter was trained with .* Set it back")
 
     def test_a_link_to_what_the_export_reads(self, tmp_path):
         make_run(tmp_path / "run", tiny_llama(tmp_path / "model"))
         (tmp_path / "link").symlink_to(tmp_path / "model")
         self.refuse(tmp_path, "would replace .*, which the export reads", to=tmp_path / "link", overwrite=True)
+
+
+def test_a_checkpoint_is_exported_in_place_of_the_newest_adapter(tmp_path, run):
+    tuned = open_tuned(run)
+    doubled = jax.tree.map(lambda leaf: leaf * 2, tuned.adapters)
+    state = initial_state(doubled, optax.identity(), "float32")._replace(step=jnp.int32(7))
+    progress = {"options": tuned.config.model_dump(mode="json")}
+    StateWriter(run / "checkpoints", keep=1, after_step=7).save(state, progress)
+    export(ExportConfig(run=run, to=tmp_path / "newest", format="adapter"))
+    export(ExportConfig(run=run, to=tmp_path / "seven", format="adapter", checkpoint=7))
+    newest, seven = load(tmp_path / "newest"), load(tmp_path / "seven")
+    assert newest.keys() == seven.keys()
+    assert all(np.array_equal(seven[name], 2 * newest[name]) for name in newest)
+    with pytest.raises(UserError, match="no checkpoint of step 3; the steps saved are 7"):
+        export(ExportConfig(run=run, to=tmp_path / "three", checkpoint=3))
+
+
+@pytest.mark.parametrize("format_", ["merged", "adapter"])
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path, run, format_):
+    """The limit is on the size of a file; the error comes from the system as that of a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            export(ExportConfig(run=run, to=tmp_path / "to", format=format_))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    export(ExportConfig(run=run, to=tmp_path / "to", format=format_))
 
 
 def test_an_export_of_weights_that_were_quantised_already_adds_to_their_dequantised_values(tmp_path):

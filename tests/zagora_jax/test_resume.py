@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import re
 import shutil
 import signal
@@ -12,7 +13,7 @@ from runs import Child, numbers, recorder, tiny_config, write_rows
 
 from zagora_jax.checkpoints.peft import read_adapter
 from zagora_jax.checkpoints.run_state import SavedStates
-from zagora_jax.config import LoraConfig
+from zagora_jax.config import ExportConfig, LoraConfig
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
 from zagora_jax.trainer import train
@@ -109,6 +110,45 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(world, ev
     assert_same_run(run, folder / "everything")
     assert remains(run) == []
     assert [line["step"] for line in numbers(run)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_at_random_times_lose_nothing(world, everything, tmp_path, kills):
+    """In any part of a run: each run is killed, gone on with and killed again until it is complete, and begun anew."""
+    folder, child = world
+    options, unbroken = everything
+    rng = random.Random(kills)
+    run, complete = tmp_path / "0", 0
+    while kills:
+        number, seconds = rng.randrange(len(unbroken.moments)), rng.choice([0.0, 0.3]) * rng.random()
+        if child.kill(configure(folder, run, resume=run.exists(), **options), number, seconds):
+            kills -= 1
+            if run.exists():
+                assert_sound(run)
+        else:
+            assert_same_run(run, folder / "everything")
+            complete += 1
+            run = tmp_path / str(complete)
+    child.train(configure(folder, run, resume=True, **options))
+    assert_same_run(run, folder / "everything")
+    assert remains(run) == []
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_an_export_that_is_killed_is_whole_or_not_there(world, plain, tmp_path, kills):
+    _, child = world
+    expected = tmp_path / "expected"
+    unbroken = child.export(ExportConfig(run=plain, to=expected))
+    files = {path.relative_to(expected): path.read_bytes() for path in expected.rglob("*") if path.is_file()}
+    rng = random.Random(kills)
+    for _ in range(kills):
+        child.kill(ExportConfig(run=plain, to=tmp_path / "to"), rng.randrange(len(unbroken.moments)), rng.random() / 5)
+        if (tmp_path / "to").exists():
+            assert {name: (tmp_path / "to" / name).read_bytes() for name in files} == files
+            shutil.rmtree(tmp_path / "to")
+    child.export(ExportConfig(run=plain, to=tmp_path / "to"))
+    assert {name: (tmp_path / "to" / name).read_bytes() for name in files} == files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "to"]
 
 
 @pytest.mark.slow

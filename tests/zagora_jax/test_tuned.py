@@ -1,5 +1,6 @@
 """Bringing a run's tuned model back."""
 
+import json
 import shutil
 
 import jax
@@ -44,8 +45,7 @@ def test_the_newest_adapter_is_loaded(run):
 def test_the_adapter_of_a_checkpoint_is_loaded(run):
     tuned = open_tuned(run.path)
     other = jax.tree.map(lambda leaf: leaf + 1, tuned.adapters)
-    state = initial_state(other, optax.identity(), "float32")._replace(step=jnp.int32(5))
-    StateWriter(run.checkpoints, keep=1, after_step=0).save(state, {})
+    save_state(run, other, 5)
     found = values(open_tuned(run.path, step=5).adapters)
     assert all(np.array_equal(a, b) for a, b in zip(found, values(other), strict=True))
     with pytest.raises(UserError, match=r"no checkpoint of step 4; the steps saved are 5"):
@@ -90,15 +90,69 @@ def test_an_adapter_of_other_modules_is_refused(run):
     """config.yaml and adapter/ belong together."""
     other = run.read_config().model_copy(update={"lora": run.read_config().lora.model_copy(update={"rank": 8})})
     run.write_config(other)
+    run.update_report({"options": other.model_dump(mode="json")})
     with pytest.raises(UserError, match="has shape"):
         open_tuned(run.path)
 
 
-@pytest.mark.parametrize("change", [{"alpha": 64}, {"use_rslora": True}])
+@pytest.mark.parametrize("change", [{"lora_alpha": 64}, {"use_rslora": True}])
 def test_another_scale_than_the_adapter_was_trained_with_is_refused(run, change):
-    config = run.read_config()
-    run.write_config(config.model_copy(update={"lora": config.lora.model_copy(update=change)}))
-    with pytest.raises(UserError, match=r"was trained with rank 4, alpha 32, .* Set its lora options back"):
+    path = run.adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=r"was trained with rank 4, alpha (32|64), .* Set its lora options back"):
+        open_tuned(run.path)
+
+
+def save_state(run, adapters, step):
+    state = initial_state(adapters, optax.identity(), "float32")._replace(step=jnp.int32(step))
+    progress = {"options": run.read_config().model_dump(mode="json")}
+    StateWriter(run.checkpoints, keep=3, after_step=step).save(state, progress)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now"),
+    [("quantization", "quantization: nf4", "quantization: none"), ("lora", "alpha: 32", "alpha: 64")],
+)
+@pytest.mark.parametrize("step", [None, 5])
+def test_a_config_that_was_edited_by_hand_is_refused(run, step, name, before, now):
+    save_state(run, open_tuned(run.path).adapters, 5)
+    text = run.config.read_text()
+    assert before in text
+    run.config.write_text(text.replace(before, now))
+    with pytest.raises(UserError, match=rf"{run.config}: {name} is .*, but the adapter was .* Set it back"):
+        open_tuned(run.path, step)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_adapter_gives_way_to_the_newest_checkpoint_that_is_not(run, caplog):
+    adapters = open_tuned(run.path).adapters
+    other = jax.tree.map(lambda leaf: leaf + 1, adapters)
+    save_state(run, other, 5)
+    save_state(run, adapters, 6)
+    flip(run.checkpoints / "6" / "progress.json")
+    write_adapter(run.adapter, *read_adapter(run.adapter))
+    flip(run.adapter / "adapter_model.safetensors")
+    found = values(open_tuned(run.path).adapters)
+    assert all(np.array_equal(a, b) for a, b in zip(found, values(other), strict=True))
+    assert f"{run.checkpoints}/6: the checkpoint is damaged (progress.json" in caplog.text
+    assert "adapter_model.safetensors: is damaged" in caplog.text
+    assert "The adapter of checkpoint 5 is used" in caplog.text
+    with pytest.raises(UserError, match=r"6: the checkpoint is damaged"):
+        open_tuned(run.path, step=6)
+    flip(run.checkpoints / "5" / "progress.json")
+    with pytest.raises(UserError, match="every checkpoint is damaged: 5, 6"):
+        open_tuned(run.path)
+
+
+def test_a_damaged_adapter_without_checkpoints_is_named(run):
+    write_adapter(run.adapter, *read_adapter(run.adapter))
+    flip(run.adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: is damaged: .* \(checksum\)"):
         open_tuned(run.path)
 
 

@@ -1,5 +1,6 @@
 """A LoRA adapter on disk in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
+import hashlib
 import json
 import math
 import re
@@ -14,12 +15,13 @@ import numpy as np
 from models.targets import value_of_module
 from zagora_jax.checkpoints.atomic import atomic_file, write_bytes
 from zagora_jax.checkpoints.json_files import read_json_object
-from zagora_jax.checkpoints.safetensors_file import read_header, read_tensor
+from zagora_jax.checkpoints.safetensors_file import read_header, read_metadata, read_tensor
 from zagora_jax.checkpoints.safetensors_writer import write_safetensors
 from zagora_jax.errors import UserError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+CHECKSUM = "zagora_jax.sha256"  # in the metadata of the weights, which other tools pass over
 
 _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_((?P<side>[AB])\.weight|magnitude_vector)")
 _DTYPES = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
@@ -142,7 +144,7 @@ def write_adapter(
             file,
             {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()},
             tensors.__getitem__,
-            metadata={"format": "pt"},
+            metadata={"format": "pt", CHECKSUM: _checksum(tensors)},
         )
     write_bytes(directory / CONFIG, (json.dumps(config.to_json(), indent=2) + "\n").encode())
     _verify(directory, tensors, config)
@@ -156,7 +158,8 @@ def read_adapter(directory: Path) -> tuple[dict[str, np.ndarray], AdapterConfig]
         exist in the model is for the caller to check.
 
     Raises:
-        UserError: A file is missing or damaged, or the adapter uses what is not supported.
+        UserError: A file is missing or damaged (which a checksum tells, where we wrote it), or the adapter uses what is
+            not supported.
     """
     config = _read_config(directory)
     if not (directory / WEIGHTS).exists():
@@ -168,7 +171,11 @@ def read_adapter(directory: Path) -> tuple[dict[str, np.ndarray], AdapterConfig]
     problem = _find_problem({name: (info.shape, info.dtype) for name, info in infos.items()}, config)
     if problem:
         raise UserError(f"{directory / WEIGHTS}: {problem}.")
-    return {name: read_tensor(info) for name, info in infos.items()}, config
+    tensors = {name: read_tensor(info) for name, info in infos.items()}
+    checksum = read_metadata(directory / WEIGHTS).get(CHECKSUM)
+    if checksum not in (None, _checksum(tensors)):
+        raise UserError(f"{directory / WEIGHTS}: is damaged: the tensors are not those that were written (checksum).")
+    return tensors, config
 
 
 def _read_config(directory: Path) -> AdapterConfig:
@@ -254,6 +261,15 @@ def _find_problem(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], confi
         if dtype not in _DTYPES:
             return f"tensor {name!r} has the dtype {dtype}, expected a float of 16 bits or more"
     return None
+
+
+def _checksum(tensors: Mapping[str, np.ndarray]) -> str:
+    """Hash names, dtypes, shapes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tensor.shape}\n".encode())
+        digest.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _verify(directory: Path, tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> None:

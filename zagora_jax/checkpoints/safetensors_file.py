@@ -84,6 +84,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         UserError: The file is not exactly what its header says.
     """
+    return _read_header(path)[0]
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read what the header of the safetensors file at `path` says beside its tensors."""
+    return _read_header(path)[1]
+
+
+def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(len(GIT_LFS_STUB))
@@ -113,7 +122,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not header:
         raise UserError(f"{path} holds no tensors. Download or save it again.")
     tensors = {name: _tensor_info(path, name, entry, 8 + length) for name, entry in header.items()}
-    return _check_extent(path, tensors, 8 + length, size)
+    return _check_extent(path, tensors, 8 + length, size), metadata
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
