@@ -28,15 +28,24 @@ _PIPELINED_GATHERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
+# A loop counts for as many exchanges as its body has: so many that one beside it is always allowed.
+_BESIDE_LOOPS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 64}
+
+
+def compiler_options(mesh: Mesh, *, beside_loops: bool = False) -> dict[str, Any]:
     """Return the options to compile a spread step for a mesh with, as `sharding.targets.compile_for` takes them.
+
+    Args:
+        mesh: the devices.
+        beside_loops: whether exchanges are to run beside whole loops with exchanges of their own.
 
     Raises:
         RuntimeError: this jaxlib knows no option that pipelines gathers.
     """
     if mesh.devices.flat[0].platform == "cpu":
         return {}
-    return {**_OPTIONS, **(_pipelined_gathers() if mesh.size > 1 else {})}
+    options = {**_OPTIONS, **(_BESIDE_LOOPS if beside_loops else {})}
+    return {**options, **(_pipelined_gathers() if mesh.size > 1 else {})}
 
 
 @functools.cache

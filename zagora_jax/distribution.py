@@ -342,7 +342,8 @@ class Distribution:
             mapped, in_shardings=to_sharding(specs), out_shardings=to_sharding(out_specs), donate_argnums=donated
         )
         arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
-        return compile_for(self.mesh, jitted, *arguments, options=compiler_options(self.mesh))
+        options = compiler_options(self.mesh, beside_loops=self.exchange == "delayed")
+        return compile_for(self.mesh, jitted, *arguments, options=options)
 
 
 _cut = jax.jit(parts.cut, static_argnames=("axis", "segments", "count"))

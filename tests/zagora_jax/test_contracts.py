@@ -96,7 +96,7 @@ def broken() -> Program:
         patch.setattr(
             zagora_jax.step, "cross_entropy_sum", functools.partial(cross_entropy_sum, chunk_tokens=2 * TOKENS)
         )
-        patch.setattr(zagora_jax.distribution, "compiler_options", lambda mesh: {})
+        patch.setattr(zagora_jax.distribution, "compiler_options", lambda mesh, **_: {})
         return Program("--mesh.fsdp", "4", "--remat", "none", offload=False)
 
 
@@ -207,7 +207,9 @@ def sent(program: Program, axes: tuple[str, ...], kinds: tuple[str, ...], dtypes
     return sum(c.wire_bytes for c in program.exchanges if c.axes == axes and c.kind in kinds and c.dtype in dtypes)
 
 
-@pytest.mark.parametrize(("compression", "largest"), [("int8", 0.27), ("int4", 0.15)])
+@pytest.mark.parametrize(
+    ("compression", "largest"), [("int8", 0.27), pytest.param("int4", 0.15, marks=pytest.mark.slow)]
+)
 def test_gradients_cross_as_small_integers(request: pytest.FixtureRequest, compression: str, largest: float) -> None:
     program: Program = request.getfixturevalue(compression)
     n = 2  # along either axis
@@ -236,11 +238,10 @@ def gradient_messages(program: Program, axis: str) -> list[Collective]:
     return [c for c in program.exchanges if c.axes == (axis,) and c.kind in kinds and c.dtype == "u8"]
 
 
-def under_computations(messages: list[Collective]) -> float:
-    """The share of bytes that travels, asynchronously, while matrices are multiplied or a loop runs."""
-    hidden = [c for c in messages if any(i.opcode == "while" or "gemm" in i.name for i in c.overlapped)]
-    assert all(c.asynchronous for c in hidden)
-    return sum(c.wire_bytes for c in hidden) / sum(c.wire_bytes for c in messages)
+def products_beside(message: Collective) -> int:
+    """How many matrix products run between its start and its end, those of whole loops counted as one each."""
+    is_product = [i.opcode == "while" or "gemm" in i.name or "dot" in i.name for i in message.overlapped]
+    return sum(is_product) if message.asynchronous else 0
 
 
 @pytest.fixture(scope="module")
@@ -255,12 +256,15 @@ def delayed() -> Program:
 
 def test_overlapped_gradients_cross_under_the_backward_pass_of_other_layers(int8: Program, overlapped: Program) -> None:
     for axis in ("data", "fsdp"):
-        # All but those of the bottom layers, a few for each phase, which have no layer below.
-        messages = gradient_messages(overlapped, axis)
-        assert under_computations([c for c in messages if c.loop_trips != 1]) == 1
-        assert under_computations(messages) > 1 - 4 / LAYERS
-        assert sum(c.loop_trips or 0 for c in messages if c.kind == "all-to-all") >= LAYERS
-        assert under_computations(gradient_messages(int8, axis)) == 0
+        # What has no layer below follows behind the loop: of the bottom layers, as many as there are phases.
+        in_loop = [c for c in gradient_messages(overlapped, axis) if c.loop_trips != 1]
+        assert {c.kind for c in in_loop} == {c.kind for c in gradient_messages(overlapped, axis)}
+        assert min(c.loop_trips or 0 for c in in_loop) >= LAYERS - 1
+        synchronous = gradient_messages(int8, axis)
+        # Over fsdp, what is left of a layer's backward pass behind the gradients of its adapters is little.
+        most = max(map(products_beside, synchronous))
+        assert min(map(products_beside, in_loop)) >= max(3 * most, 10)
+        assert axis == "fsdp" or most == 0
     assert memory(overlapped.compiled).peak < 1.1 * memory(int8.compiled).peak
 
 
@@ -271,8 +275,10 @@ def test_delayed_gradients_cross_under_the_whole_next_step(int8: Program, delaye
         assert message.loop_trips == 1
         assert message.asynchronous
         loops = [i for i in message.overlapped if i.opcode == "while"]
-        assert LAYERS - 2 <= max(i.trip_count or 0 for i in loops) <= LAYERS  # one over layers
-    assert under_computations(gradient_messages(int8, "data")) == 0
+        assert any(LAYERS - 2 <= (i.trip_count or 0) <= LAYERS for i in loops)  # over layers
+    assert not any(map(products_beside, gradient_messages(int8, "data")))
+    assert hidden_share(delayed) > 0.9  # the gathers of weights are not in their way
+    assert memory(delayed.compiled).peak < 1.1 * memory(int8.compiled).peak
 
 
 # What a step needs of each of four cards at one row a device, in GiB: compiled whole, so half a minute a case.

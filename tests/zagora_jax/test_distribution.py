@@ -10,6 +10,7 @@ import optax
 import oracles
 import pytest
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 
 from models.lora import initial_adapter
 from models.parameters import split
@@ -135,6 +136,40 @@ def test_so_it_does_in_every_format(folder, quantization, sizes):
     found, state = spread(subject, "adamw", sizes)
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     assert furthest(state, one) < 1e-4
+
+
+MORE_MESHES = [
+    *({"fsdp": devices} for devices in (2, 3, 4, 8)),
+    *({"data": devices} for devices in (2, 3)),
+    {"data": 2, "fsdp": 2},
+    {"data": 2, "fsdp": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def for_long(subject):
+    """Twenty steps; every fifth a short window, and in all of them rows with few supervised tokens or none."""
+    rng = np.random.default_rng(0)
+    drawn = [oracles.random_batch(seed, (2, 24, 40), packed=True) for seed in range(20)]
+    batches = [Batch(*(np.array(getattr(batch, name)) for name in Batch._fields)) for batch in drawn]
+    for number, batch in enumerate(batches):
+        batch.weights[rng.random(batch.weights.shape) < rng.random((2, 24, 1)) ** 0.3] = 0
+        if number % 5 == 4:
+            batch.weights[1, 3:] = 0
+    made = subject._replace(batches=batches)
+    return made, alone(made, "adamw")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MORE_MESHES, ids=str)
+def test_twenty_steps_on_any_mesh_are_those_of_one_device(for_long, sizes):
+    subject, (expected, one) = for_long
+    found, state = spread(subject, "adamw", sizes)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)  # losses, and norms of the gradients
+    # As above: single elements may move by a learning rate of 1e-3 another way, their root mean square far less.
+    found_values, values = (ravel_pytree(tree)[0] for tree in (state.adapters, one.adapters))
+    assert np.sqrt(np.square(np.asarray(found_values - values, np.float64)).mean()) < 20 * 1e-3 * TOLERANCE
 
 
 # Gradients rounded to 8 bits (a part in 254 of a block's largest) or 4 bits (a part in 14) change an update of Adam by
