@@ -1,6 +1,6 @@
 """Which arrangement of a model on its devices a run's options ask for."""
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from models.llama import Llama
 from sharding.mesh import shard_count
@@ -22,7 +22,7 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     _check(config, mesh)
     if config.strategy != "layerwise":
         return Distribution(mesh, model, config.gradient_compression, config.gradient_exchange)
-    return Pipeline(mesh, model, _layers_of_stages(config, model, mesh), config.gradient_compression)
+    return Pipeline(mesh, model, layers_of_stages(config, model, mesh), config.gradient_compression)
 
 
 def _check(config: TrainConfig, mesh: Mesh) -> None:
@@ -59,7 +59,12 @@ def _check(config: TrainConfig, mesh: Mesh) -> None:
         )
 
 
-def _layers_of_stages(config: TrainConfig, model: Llama, mesh: Mesh) -> list[int]:
+def layers_of_stages(config: TrainConfig, model: Llama, mesh: Mesh | AbstractMesh) -> list[int]:
+    """Return how many layers each stage of the mesh has.
+
+    Raises:
+        UserError: more stages than layers, or numbers that do not cut the model into these stages.
+    """
     stages, layers = mesh.shape["stage"], model.config.num_layers
     if stages > layers:
         raise UserError(f"--mesh.stage {stages}: the model has {layers} layers; a stage needs at least one")

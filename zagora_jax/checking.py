@@ -215,7 +215,8 @@ class _Check:
             dtype=config.compute_dtype,
             head_dim=base.model.config.head_dim,
         )
-        memory = estimate_memory(config, Shapes(base), kernel)
+        smallest = min(self.gpus, default=None)
+        (memory,) = estimate_memory(config, Shapes(base), kernel, smallest)
         self.report.facts["memory"] = {
             "estimated_gib_a_device": round(memory.peak / GIB, 4),
             "estimate_within": ERROR,
@@ -223,7 +224,6 @@ class _Check:
             "host_gib_a_device": round(memory.host / GIB, 4),
             "gpu_gib": [round(size / GIB, 2) for size in self.gpus],
         }
-        smallest = min(self.gpus, default=None)
         if smallest is not None and memory.peak * (1 - ERROR) > smallest:
             raise UserError(
                 f"a step needs about {memory.peak / GIB:.2f} GiB of each GPU (to {ERROR:.0%}), and the smallest has "

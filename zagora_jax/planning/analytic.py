@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from models.config import ModelConfig
 from models.remat import group_count
+from sharding.schedule import inputs_held
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.shapes import Shapes, mesh_shape
@@ -23,8 +24,8 @@ WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.5, 3.55, 11.7, 0.2
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
 
 
-def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str, device: int | None) -> DeviceMemory:
-    """Estimate what a step of full sequences needs of a device.
+def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str, device: int | None) -> tuple[DeviceMemory, ...]:
+    """Estimate what a step of full sequences needs of a device of each stage; there is one stage, if not layerwise.
 
     Args:
         config: with every mesh axis given.
@@ -32,21 +33,28 @@ def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str, device: in
         kernel: of attention, as `models.attention.choose_kernel` names it.
         device: bytes of a device's memory; None where XLA plans without a bound.
     """
+    return tuple(
+        _of_stage(config, shapes, kernel, device, index, layers) for index, layers in enumerate(shapes.layers(config))
+    )
+
+
+def _of_stage(
+    config: TrainConfig, shapes: Shapes, kernel: str, device: int | None, index: int, layers: int
+) -> DeviceMemory:
     model, mesh = shapes.base.model.config, mesh_shape(config)
-    arguments = shapes.arguments(config)
+    arguments = shapes.arguments(config)[index]
     tokens = config.micro_batch_size * config.sequence_length
     width = 4 if config.compute_dtype == "float32" else 2  # bytes of an activation
-    kept = width * tokens * _kept_elements(config, model)
+    kept = width * tokens * _kept_elements(config, model, layers)
+    kept += width * tokens * model.hidden_size * activations_held(config, index)
     layer_bytes = shapes.layer_weight_bytes
     gathered = 0
     if mesh["fsdp"] > 1:
         is_tight = device is not None and arguments.total > TIGHT * device
-        gathered = round(
-            (GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS)
-            * (layer_bytes + width * shapes.layer_adapter_elements)
-        )
-    gradients = arguments.lora
-    workspace = gradients * (1 + GRADIENTS + (config.gradient_accumulation_steps > 1)) + width * (
+        times = GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS
+        gathered = round(times * (layer_bytes + width * shapes.layer_adapter_elements))
+    sums = config.gradient_accumulation_steps > 1 or mesh["stage"] > 1  # gradients of several micro-batches
+    workspace = arguments.lora * (1 + GRADIENTS + sums) + width * (
         WEIGHTS * model.hidden_size * model.intermediate_size
         + INTERMEDIATES * tokens * model.intermediate_size
         + HIDDENS * tokens * model.hidden_size
@@ -54,32 +62,39 @@ def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str, device: in
     if kernel == "reference":  # holds all scores, in float32, and their gradients
         workspace += 3 * 4 * config.micro_batch_size * model.num_heads * config.sequence_length**2
     if config.remat == "nested":  # XLA copies the packed weights of a group
-        groups = group_count(model.num_layers)
-        workspace += layer_bytes * (model.num_layers // groups) / mesh["fsdp"]
-    inputs = width * tokens * model.hidden_size * model.num_layers
+        workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
     return DeviceMemory(
         **asdict(arguments),
         activations=kept,
         gathered=gathered,
         workspace=round(workspace),
-        host=inputs if config.offload.activations else 0,
+        host=width * tokens * model.hidden_size * layers if config.offload.activations else 0,
         source="analytic",
     )
 
 
-def _kept_elements(config: TrainConfig, model: ModelConfig) -> int:
+def activations_held(config: TrainConfig, stage: int) -> int:
+    """Return how many micro-batches' activations a stage of layerwise holds beside what it computes."""
+    stages = mesh_shape(config)["stage"]
+    if stages == 1:
+        return 0
+    travelling = 2 if 0 < stage < stages - 1 else 1  # one arrives and one leaves on either side
+    return inputs_held(stage, stages, config.gradient_accumulation_steps) + travelling
+
+
+def _kept_elements(config: TrainConfig, model: ModelConfig, layers: int) -> int:
     """What the forward pass keeps on the device of a token, all layers together."""
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     match config.remat:
         case "none":
             of_layer = 6 * model.intermediate_size + 7 * hidden + 2 * queries + 2 * keys
         case "attention":
-            of_layer = hidden + queries
+            of_layer = hidden + queries + 2 * model.num_heads  # statistics of the softmax, in float32
         case "nested":
-            groups = group_count(model.num_layers)
-            return (groups + model.num_layers // groups) * hidden
+            groups = group_count(layers)
+            return (groups + layers // groups) * hidden
         case _:
             of_layer = hidden
     if config.offload.activations:
         of_layer -= hidden
-    return of_layer * model.num_layers
+    return of_layer * layers

@@ -73,6 +73,8 @@ def candidates(config: ConfigureConfig, count: int, model: str, shapes: ModelCon
     for strategy in _strategies(config):
         for layout in strategy.layouts(count):
             for kept, optimizer, size in itertools.product(activations, optimizers, sizes):
+                if kept["remat"] == "nested" and layout["strategy"] == "layerwise":
+                    continue  # a stage has other numbers of layers, and computes its forward pass again anyway
                 replicas = layout.get("mesh.data", 1) * layout.get("mesh.fsdp", 1)
                 accumulation = max(1, math.ceil(config.rows_per_step / (size * replicas)))
                 if config.micro_batch_size is None and size > 1 and size * replicas > config.rows_per_step:

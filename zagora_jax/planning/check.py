@@ -72,7 +72,7 @@ def _advice(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> s
             kernel = forward_options(other, base, mesh.devices.flat[0].platform).kernel
         except (ValueError, UserError):
             continue  # what does not go together
-        if estimate_memory(other, shapes, kernel, total).peak > limit / (1 + ERROR):
+        if max(memory.peak for memory in estimate_memory(other, shapes, kernel, total)) > limit / (1 + ERROR):
             continue
         exact = compile_planned(other, mesh, base).planned_memory()
         compiled += 1

@@ -9,12 +9,13 @@ from typing import Literal
 from models.attention import choose_kernel
 from sharding.mesh import make_mesh
 from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.distribution import SpreadStep
 from zagora_jax.errors import UserError
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import Candidate
-from zagora_jax.planning.compiled import compile_planned_step
+from zagora_jax.planning.compiled import compile_planned
 from zagora_jax.planning.machine import Machine
-from zagora_jax.planning.memory import DeviceMemory, read_memory
+from zagora_jax.planning.memory import DeviceMemory, read_memory, read_stage
 from zagora_jax.planning.model import PlannedModel
 from zagora_jax.planning.shapes import Shapes, mesh_shape
 from zagora_jax.planning.time_model import StepTime, Work, step_time
@@ -24,11 +25,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A candidate with its memory and, where the cards' figures are known, its time."""
+    """A candidate with its memory and, where the cards' figures are known, its time.
+
+    `stages` has the memory of a device of each stage; of a step that is not in stages, of any device.
+    """
 
     candidate: Candidate
-    memory: DeviceMemory
+    stages: tuple[DeviceMemory, ...]
     time: StepTime | None
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """That of the fullest device."""
+        return max(self.stages, key=lambda memory: memory.peak)
 
     @property
     def highest_peak(self) -> int:
@@ -94,8 +103,8 @@ class Evaluator:
     def estimate(self, candidate: Candidate) -> Evaluated:
         """Evaluate from shapes."""
         device = self.machine.memory if self.machine.is_gpu else None
-        memory = estimate_memory(candidate.config, self._shapes, self._kernel(candidate.config), device)
-        return Evaluated(candidate, memory, self._time(candidate.config))
+        stages = estimate_memory(candidate.config, self._shapes, self._kernel(candidate.config), device)
+        return Evaluated(candidate, stages, self._time(candidate.config))
 
     def compile(self, candidate: Candidate) -> Evaluated:
         """Evaluate by the compiled step."""
@@ -103,9 +112,17 @@ class Evaluator:
         config = candidate.config
         self._say(f"compiling {candidate}")
         mesh = make_mesh(mesh_shape(config), self._devices)
-        compiled = compile_planned_step(self._compilable(config), mesh, self.model.base)
-        memory = read_memory(compiled, mesh.shape, self._shapes.arguments(config), self.model.base.model.config)
-        return Evaluated(candidate, memory, self._time(config))
+        step = compile_planned(self._compilable(config), mesh, self.model.base)
+        arguments = self._shapes.arguments(config)
+        if isinstance(step, SpreadStep):
+            memory = read_memory(step.compiled, mesh.shape, arguments[0], self.model.base.model.config)
+            stages: tuple[DeviceMemory, ...] = (memory,)
+        else:
+            peaks = step.planned_memory()
+            of_stages = [peaks[devices.flat[0]] for devices in mesh.devices]  # "stage" is the first axis
+            estimates = self.estimate(candidate).stages
+            stages = tuple(map(read_stage, of_stages, arguments, estimates))
+        return Evaluated(candidate, stages, self._time(config))
 
     def for_machine(self, machine: Machine, lora: LoraConfig) -> "Evaluator":
         """Return one that estimates for another machine, or for another adapter."""
@@ -134,9 +151,10 @@ class Evaluator:
         return config.model_copy(update={"attention": "chunked"})
 
     def _time(self, config: TrainConfig) -> StepTime | None:
-        if self.machine.gpu is None:
+        if self.machine.gpu is None or self.machine.link is None:
             return None
-        return step_time(config, self._work, self.machine.gpu, self.machine.link, self._kernel(config))
+        layers = self._shapes.layers(config)
+        return step_time(config, self._work, self.machine.gpu, self.machine.link, self._kernel(config), layers)
 
 
 def _has_cudnn() -> bool:

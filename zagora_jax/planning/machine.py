@@ -49,7 +49,7 @@ class Machine:
         count: of devices, all of one kind.
         memory: bytes of a device, as its driver reports them.
         gpu: the vendor's figures; None of a CPU, and of a GPU that `sharding.targets` does not know.
-        link: between the devices; None where there is one, or no figures.
+        link: to each other and to the host; None without figures.
         host_memory: bytes of the host; None where nobody said.
         present: the devices, where they are in this machine.
         notes: what was assumed.

@@ -84,6 +84,24 @@ def read_memory(
     )
 
 
+def read_stage(peak: int, arguments: Arguments, estimate: DeviceMemory) -> DeviceMemory:
+    """Split what the programs of a stage of layerwise need of a device.
+
+    The peak is that of the compiled programs. The activations are the estimate's, which knows the schedule and what a
+    layer keeps; the host's memory too.
+    """
+    temporaries = peak - arguments.total
+    activations = min(estimate.activations, temporaries)
+    return DeviceMemory(
+        **asdict(arguments),
+        activations=activations,
+        gathered=0,
+        workspace=temporaries - activations,
+        host=estimate.host,
+        source="compiled",
+    )
+
+
 def _kept_for_backward(stored: list[Buffer], layers: int) -> int:
     """Sum the stacks of all layers' activations: each is written in place by the loop, so counts once."""
     stacks = {

@@ -184,7 +184,7 @@ def _step_json(chosen: Evaluated) -> dict[str, float] | None:
     time = chosen.time
     if time is None:
         return None
-    parts = {"products": time.products, "traffic": time.traffic, "links": time.links}
+    parts = {"products": time.products, "traffic": time.traffic, "waiting": time.waiting}
     return {"seconds": round(time.seconds, 3), **{f"{name}_seconds": round(part, 3) for name, part in parts.items()}}
 
 

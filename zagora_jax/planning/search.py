@@ -6,6 +6,7 @@ Estimates order the candidates; the compiler, where there is one, has the last w
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -176,14 +177,14 @@ def _changes(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[tuple[st
         *(list(kind) for kind in (_shorter(config), _lower_rank(config), _more(machine), _larger(machine))),
     ]
     kinds = [kind for kind in kinds if kind]
-    single = [_mildest(kind, lambda change: _would_fit(config, evaluator, change)) for kind in kinds]
+    single = [_mildest(kind, partial(_would_fit, config, evaluator)) for kind in kinds]
     if any(single):
         yield from ((change.text,) for change in single if change is not None)
         return
     for first, second in combinations(kinds, 2):
-        one = _mildest(first, lambda change, most=second[-1]: _would_fit(config, evaluator, change, most))
+        one = _mildest(first, partial(_would_fit, config, evaluator, second[-1]))
         if one is not None:
-            other = _mildest(second, lambda change, one=one: _would_fit(config, evaluator, one, change))
+            other = _mildest(second, partial(_would_fit, config, evaluator, one))
             assert other is not None  # the last of them has been tried
             yield one.text, other.text
             return
@@ -233,11 +234,11 @@ def _unpinned(config: ConfigureConfig) -> Iterator[Change]:
 def _more(machine: Machine) -> Iterator[Change]:
     if machine.gpu is not None:
         for count in range(machine.count + 1, MOST_CARDS + 1):
-            yield Change(f"--gpu-count {count}", machine=lambda before, count=count: before.with_count(count))
+            yield Change(f"--gpu-count {count}", machine=partial(Machine.with_count, count=count))
 
 
 def _larger(machine: Machine) -> Iterator[Change]:
     if machine.gpu is not None:
         larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory]
         for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
-            yield Change(f"--gpu {gpu.kind}", machine=lambda before, gpu=gpu: before.with_gpu(gpu))
+            yield Change(f"--gpu {gpu.kind}", machine=partial(Machine.with_gpu, gpu=gpu))

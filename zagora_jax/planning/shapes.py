@@ -1,19 +1,22 @@
 """What a step's arguments take of each device, from their declared shapes: exact, without a compiler or devices."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from models.llama import linear_modules
+from models.llama import Ends, linear_modules
 from models.parameters import split
 from sharding.mesh import AXES
+from zagora_jax.arrange import layers_of_stages
 from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer
+from zagora_jax.stage import Stage
 from zagora_jax.train_state import TrainState, initial_state
 
 
@@ -45,10 +48,17 @@ class Shapes:
         self._state = functools.cache(self._state_of)
         self._arguments = functools.cache(self._arguments_of)
 
-    def arguments(self, config: TrainConfig) -> Arguments:
-        """Return what the step's arguments take of each device, the batch left out."""
+    def arguments(self, config: TrainConfig) -> tuple[Arguments, ...]:
+        """Return what the step's arguments take of each device, the batch left out: for each stage, if in stages."""
         exchange = (config.gradient_compression, config.gradient_exchange)
-        return self._arguments(config.optimizer, config.compute_dtype, exchange, tuple(mesh_shape(config).items()))
+        axes = tuple(mesh_shape(config).items())
+        return self._arguments(config.optimizer, config.compute_dtype, exchange, axes, self.layers(config))
+
+    def layers(self, config: TrainConfig) -> tuple[int, ...]:
+        """Return how many layers each stage has; all of them without stages."""
+        if config.strategy != "layerwise":
+            return (self.base.model.config.num_layers,)
+        return tuple(layers_of_stages(config, self.base.model, _abstract(mesh_shape(config))))
 
     @functools.cached_property
     def layer_weight_bytes(self) -> int:
@@ -67,19 +77,39 @@ class Shapes:
         return split(self.base.model)[2]
 
     def _arguments_of(
-        self, optimizer: str, dtype: str, exchange: tuple[str, str], axes: tuple[tuple[str, int], ...]
-    ) -> Arguments:
-        shape = dict(axes)
-        mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-        distribution = Distribution(mesh, self.base.model, *exchange)  # type: ignore[arg-type]
-        kinds = distribution.device_bytes(self._state(optimizer, dtype))
-        lora, moments, residuals, pending = (
-            kinds.pop(kind) for kind in ("LoRA", "optimizer", "residuals", "pending gradients")
-        )
-        return Arguments(sum(kinds.values()), lora, moments, residuals + pending)
+        self,
+        optimizer: str,
+        dtype: str,
+        exchange: tuple[str, str],
+        axes: tuple[tuple[str, int], ...],
+        layers: tuple[int, ...],
+    ) -> tuple[Arguments, ...]:
+        model, whole = self.base.model, self._state(optimizer, dtype)
+        if len(layers) == 1:
+            return (_held(Distribution(_abstract(dict(axes)), model, *exchange), whole),)  # type: ignore[arg-type]
+        mesh = _abstract({**dict(axes), "stage": 1})
+        found, first = [], 0
+        for index, count in enumerate(layers):
+            part = model.part(count, Ends(first=index == 0, last=index == len(layers) - 1))
+            stage = Stage(first, Distribution(mesh, part, exchange[0]))  # type: ignore[arg-type]
+            found.append(_held(stage.distribution, stage.part_of(whole)))
+            first += count
+        return tuple(found)
 
     def _state_of(self, optimizer: str, dtype: str) -> TrainState:
         make = functools.partial(
             initial_state, optimizer=make_optimizer(optimizer, 1e-4, weight_decay=0.0), compute_dtype=dtype
         )
         return jax.eval_shape(make, self._adapters)
+
+
+def _abstract(shape: Mapping[str, int]) -> AbstractMesh:
+    """Return a mesh without devices."""
+    return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _held(distribution: Distribution, whole: TrainState) -> Arguments:
+    kinds = distribution.device_bytes(whole)
+    names = ("LoRA", "optimizer", "residuals", "pending gradients")
+    lora, moments, residuals, pending = (kinds.pop(name) for name in names)
+    return Arguments(sum(kinds.values()), lora, moments, residuals + pending)

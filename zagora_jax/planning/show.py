@@ -102,7 +102,7 @@ def _lines(plan: Plan) -> Iterable[tuple[str, str]]:
     )
     if chosen.time is not None:
         time = chosen.time
-        shares = (("products", time.products), ("memory traffic", time.traffic), ("links", time.links))
+        shares = (("products", time.products), ("memory traffic", time.traffic), ("waiting", time.waiting))
         yield "", f"{time.seconds:.2f} s: " + ", ".join(f"{name} {part / time.seconds:.0%}" for name, part in shares)
     if plan.machine.link is not None and plan.machine.count > 1:
         yield "interconnect", f"{plan.machine.link.name}, {plan.machine.link.gpu_gb_s:.1f} GB/s"

@@ -42,6 +42,11 @@ def _replicas(count: int) -> Iterable[Settings]:
         yield {"strategy": "replicas", "mesh.data": count, "mesh.fsdp": 1}
 
 
+def _layerwise(count: int) -> Iterable[Settings]:
+    if count > 1:
+        yield {"strategy": "layerwise", "mesh.stage": count, "mesh.data": 1, "mesh.fsdp": 1}
+
+
 def _replicated_fsdp(count: int) -> Iterable[Settings]:
     for shards in range(2, count):
         if count % shards == 0:
@@ -52,5 +57,6 @@ STRATEGIES = (
     Strategy("one-device", "everything on the one card", _one_device),
     Strategy("fsdp", "each card holds a part of the 4-bit weights and gathers a layer at a time", _fsdp),
     Strategy("replicas", "each card holds all weights; gradients are exchanged", _replicas),
+    Strategy("layerwise", "each card keeps its own layers, and micro-batches flow through", _layerwise),
     Strategy("replicated-fsdp", "groups of cards share the weights; gradients travel between groups", _replicated_fsdp),
 )

@@ -9,11 +9,13 @@ fitted to the runs in benchmarks/README.md (H200), and to Answer.AI's published 
 RTX A5000 cards (see docs/configure.md); those of other cards are by analogy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.config import ModelConfig
 from models.llama import linear_modules
 from sharding.compression import wire_bytes
+from sharding.schedule import simulate
 from sharding.targets import Gpu
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.links import Link
@@ -36,19 +38,19 @@ class StepTime:
     Attributes:
         products: arithmetic of matrix products and attention.
         traffic: reading and writing device memory beside them: dequantisation, element-wise work, the update.
-        links: what of the transfers is not hidden.
+        waiting: for transfers that are not hidden, and for other stages.
         tokens: padding included.
     """
 
     products: float
     traffic: float
-    links: float
+    waiting: float
     tokens: int
 
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return self.products + self.traffic + self.links
+        return self.products + self.traffic + self.waiting
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,50 +84,114 @@ def sustained(gpu: Gpu) -> float:
     return gpu.bf16_tflop_s * 1e12 * SUSTAINED[prefix]
 
 
-def step_time(config: TrainConfig, work: Work, gpu: Gpu, link: Link | None, kernel: str) -> StepTime:
+def step_time(config: TrainConfig, work: Work, gpu: Gpu, link: Link, kernel: str, layers: Sequence[int]) -> StepTime:
     """Estimate one optimizer step.
 
     Args:
         config: with every mesh axis given.
         work: of its model.
         gpu: the card.
-        link: between cards; None where there is one.
+        link: between cards, and to the host.
         kernel: of attention, as `models.attention.choose_kernel` names it.
+        layers: of each stage; all of them in one where there are no stages.
     """
-    shapes, mesh = work.shapes, mesh_shape(config)
-    tokens = config.micro_batch_size * config.sequence_length  # of a device and micro-batch
-    layers, rate, bandwidth = shapes.num_layers, sustained(gpu), gpu.bandwidth_gb_s * 1e9 * BANDWIDTH
-    again = {"none": 0.0, "nested": 2.0}.get(config.remat, 1.0)  # forward passes of a layer that come again
-    recomputed = again - work.down / work.weights if again else 0.0
-    head = shapes.vocab_size * shapes.hidden_size
+    mesh, times = mesh_shape(config), config.gradient_accumulation_steps
+    batch = MicroBatch(config, work, gpu, link, kernel)
+    tokens = batch.tokens * times * mesh["data"] * mesh["fsdp"]
+    update = 40 * work.adapters * max(layers) / mesh["fsdp"] / batch.bandwidth  # parameters, gradients and moments
+    exchanged = _exchanged(config, work, mesh) / (link.gpu_gb_s * 1e9)
+    if len(layers) == 1:
+        products, traffic = (batch.products + batch.head) * times, batch.traffic * times + update
+        return StepTime(products, traffic, batch.exposed * times + exchanged, tokens)
+    # A stage's forward task is one pass of its layers; its backward task computes that again, and the rest.
+    shares = [count / sum(layers) for count in layers]
+    busy, forward = batch.products + batch.traffic, 1 / (2 + batch.again)
+    backward = [share * busy * (1 - forward) + (batch.head if index == len(layers) - 1 else 0)
+                for index, share in enumerate(shares)]  # fmt: skip
+    sent = 2 * batch.tokens * work.shapes.hidden_size / (link.gpu_gb_s * 1e9)
+    timeline = simulate([share * busy * forward for share in shares], backward, times, transfer=sent)
+    products = (batch.products + batch.head) * times / len(layers)
+    traffic = batch.traffic * times / len(layers) + update
+    return StepTime(products, traffic, timeline.seconds + update - products - traffic + exchanged, tokens)
 
-    products = 2 * tokens * (layers * work.weights * (2 + recomputed) + 2 * head) / rate
-    width = shapes.num_heads * shapes.head_dim
-    attended = 2 * tokens * config.sequence_length * width * layers  # forwards: half of all pairs, scores and values
-    passes = 3.5 + (0 if config.remat == "attention" else again)  # forwards 1, backwards 2.5
-    products += passes * attended / (rate * ATTENTION[kernel])
 
-    wide = 0 if config.quantization == "none" else 2  # bytes of a dequantised weight, written and read again
-    dequantised = layers * work.weights * (2 + recomputed) * (work.weight_bytes + 2 * wide)
-    element_wise = BYTES_A_WIDTH * shapes.hidden_size + BYTES_AN_INTERMEDIATE * shapes.intermediate_size
-    moved = dequantised + tokens * layers * element_wise * (2 + again)
-    moved += 2 * tokens * layers * _kept_bytes(config, shapes)
-    traffic = moved / bandwidth
+@dataclass(frozen=True)
+class MicroBatch:
+    """Seconds of one micro-batch on a device, or through all stages."""
 
-    hideable = HIDDEN * (products + traffic)
-    links = 0.0
-    if link is not None:
-        links = max(0.0, _gathered(config, work, mesh["fsdp"], again) / (link.gpu_gb_s * 1e9) - hideable)
-        links += GATHERS * LATENCY * layers * (2 + max(0.0, again - 1)) * (mesh["fsdp"] > 1)
-        links += _vocabulary(tokens, shapes, mesh["fsdp"]) / (link.gpu_gb_s * 1e9)
-    if config.offload.activations:
-        host = link.host_gb_s if link is not None else gpu.pcie_lanes * 1.5
-        links += max(0.0, 2 * tokens * layers * shapes.hidden_size * 2 / (host * 1e9) - hideable)
-    times = config.gradient_accumulation_steps
-    exchanged = 0.0 if link is None else _exchanged(config, work, mesh) / (link.gpu_gb_s * 1e9)
-    update = 40 * work.adapters * layers / mesh["fsdp"] / bandwidth  # parameters, gradients and moments in float32
-    replicas = mesh["data"] * mesh["fsdp"]
-    return StepTime(products * times, traffic * times + update, links * times + exchanged, tokens * times * replicas)
+    config: TrainConfig
+    work: Work
+    gpu: Gpu
+    link: Link
+    kernel: str
+
+    @property
+    def tokens(self) -> int:
+        """Of a device."""
+        return self.config.micro_batch_size * self.config.sequence_length
+
+    @property
+    def rate(self) -> float:
+        """Operations a second of products."""
+        return sustained(self.gpu)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of device memory."""
+        return self.gpu.bandwidth_gb_s * 1e9 * BANDWIDTH
+
+    @property
+    def again(self) -> float:
+        """Forward passes of a layer that come again in its backward pass; stages compute theirs again as a whole."""
+        return {"none": 0.0, "nested": 2.0}.get(self.config.remat, 1.0) + (self.config.strategy == "layerwise")
+
+    @property
+    def recomputed(self) -> float:
+        """The same of its products: the last one's result is not needed again."""
+        return self.again - self.work.down / self.work.weights if self.again else 0.0
+
+    @property
+    def products(self) -> float:
+        """Of the layers: linear modules and attention."""
+        shapes = self.work.shapes
+        linear = 2 * self.tokens * shapes.num_layers * self.work.weights * (2 + self.recomputed)
+        # Scores and values of half of all pairs, forwards; backwards it is two and a half times that.
+        width = shapes.num_heads * shapes.head_dim
+        attention = 2 * self.tokens * self.config.sequence_length * width * shapes.num_layers
+        passes = 3.5 + self.again - (self.config.remat == "attention")
+        return linear / self.rate + passes * attention / (self.rate * ATTENTION[self.kernel])
+
+    @property
+    def head(self) -> float:
+        """Of the loss: logits, and the gradient of the hidden states."""
+        return 4 * self.tokens * self.work.shapes.vocab_size * self.work.shapes.hidden_size / self.rate
+
+    @property
+    def traffic(self) -> float:
+        """Of device memory beside the products: weights dequantised, element-wise work, what is kept."""
+        shapes = self.work.shapes
+        wide = 0 if self.config.quantization == "none" else 2  # bytes of a dequantised weight, written and read again
+        dequantised = self.work.weights * (2 + self.recomputed) * (self.work.weight_bytes + 2 * wide)
+        element_wise = BYTES_A_WIDTH * shapes.hidden_size + BYTES_AN_INTERMEDIATE * shapes.intermediate_size
+        of_token = element_wise * (2 + self.again) + 2 * _kept_bytes(self.config, shapes)
+        return shapes.num_layers * (dequantised + self.tokens * of_token) / self.bandwidth
+
+    @property
+    def exposed(self) -> float:
+        """Of transfers that are not hidden under the layers' computation."""
+        config, shapes = self.config, self.work.shapes
+        hideable = HIDDEN * (self.products + self.traffic)
+        seconds = 0.0
+        shards = mesh_shape(config)["fsdp"]
+        if shards > 1:
+            passes = max(2.0, 1 + self.again)  # over the layers, each of which gathers them
+            gathered = passes * _gathered(self.work, shards) / (self.link.gpu_gb_s * 1e9)
+            vocabulary = _vocabulary(self.tokens, shapes, shards) / (self.link.gpu_gb_s * 1e9)
+            seconds += max(0.0, gathered - hideable) + vocabulary + GATHERS * LATENCY * shapes.num_layers * passes
+        if config.offload.activations:
+            there_and_back = 2 * 2 * self.tokens * shapes.num_layers * shapes.hidden_size
+            seconds += max(0.0, there_and_back / (self.link.host_gb_s * 1e9) - hideable)
+        return seconds
 
 
 def _kept_bytes(config: TrainConfig, shapes: ModelConfig) -> int:
@@ -140,11 +206,10 @@ def _kept_bytes(config: TrainConfig, shapes: ModelConfig) -> int:
             return 2 * shapes.hidden_size
 
 
-def _gathered(config: TrainConfig, work: Work, shards: int, again: float) -> float:
-    """Bytes of weights and adapters that a device receives in a micro-batch, in two passes, or three if nested."""
-    passes = 2 + max(0.0, again - 1)
+def _gathered(work: Work, shards: int) -> float:
+    """Bytes of weights and adapters that a device receives in one pass over the layers."""
     of_layer = work.weights * work.weight_bytes + 2 * work.adapters
-    return passes * work.shapes.num_layers * of_layer * (shards - 1) / shards
+    return work.shapes.num_layers * of_layer * (shards - 1) / shards
 
 
 def _vocabulary(tokens: int, shapes: ModelConfig, shards: int) -> float:

@@ -18,7 +18,7 @@ from zagora_jax.base import open_base
 from zagora_jax.config import LoraConfig
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import train_config
-from zagora_jax.planning.compiled import compile_planned_step
+from zagora_jax.planning.compiled import compile_planned, compile_planned_step
 from zagora_jax.planning.memory import read_memory
 from zagora_jax.planning.shapes import Shapes, mesh_shape
 
@@ -42,7 +42,8 @@ def shapes(model, rank):
 def estimated(gpu, settings):
     config = train_config(settings)
     kernel = "chunked" if config.packing or config.attention == "chunked" else "cudnn"
-    return estimate_memory(config, shapes(config.model, config.lora.rank), kernel, GPUS[gpu].memory_bytes)
+    (memory,) = estimate_memory(config, shapes(config.model, config.lora.rank), kernel, GPUS[gpu].memory_bytes)
+    return memory
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=NAMES)
@@ -57,7 +58,7 @@ def compiled(gpu, count, settings):
     mesh = make_mesh(mesh_shape(config), absent_devices(gpu, count))
     own = shapes(config.model, config.lora.rank)
     program = compile_planned_step(config, mesh, own.base)
-    return program, read_memory(program, mesh.shape, own.arguments(config), own.base.model.config)
+    return program, read_memory(program, mesh.shape, own.arguments(config)[0], own.base.model.config)
 
 
 @needs_plugin
@@ -74,6 +75,23 @@ def test_programs_are_estimated_within_the_stated_error(gpu, count, settings):
     assert arguments == pytest.approx(plan.arguments, abs=64 * settings["sequence_length"])  # the batch
     assert (read.gathered > 0) == (count > 1)
     assert read.activations == estimate.activations
+
+
+@needs_plugin
+def test_stages_are_estimated_within_the_stated_error():
+    settings = {
+        "model": "synthetic:tinyllama-1.1b?layers=8",
+        "strategy": "layerwise",
+        "mesh.stage": 2,
+        "gradient_accumulation_steps": 4,
+        "attention": "chunked",
+    }
+    config = train_config(settings)
+    mesh = make_mesh(mesh_shape(config), absent_devices("rtx4090", 2))
+    own = shapes(config.model, config.lora.rank)
+    planned = compile_planned(config, mesh, own.base).planned_memory()
+    estimates = estimate_memory(config, own, "chunked", GPUS["rtx4090"].memory_bytes)
+    assert [estimate.peak for estimate in estimates] == pytest.approx(list(planned.values()), rel=ERROR)
 
 
 @needs_plugin

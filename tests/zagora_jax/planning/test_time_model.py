@@ -18,11 +18,11 @@ def work(name):
     return Work.of(Shapes(open_base(f"synthetic:{name}", quantization="nf4", dtype="bfloat16", lora=LoraConfig())))
 
 
-def estimated(name, gpu, count, link, **settings):
+def estimated(name, gpu, count, link, layers=None, **settings):
     mesh = {"mesh.data": 1, "mesh.fsdp": count, "gradient_accumulation_steps": 1}
     config = train_config({"model": f"synthetic:{name}", **mesh, **settings})
-    joined = find_link(link, GPUS[gpu], None) if count > 1 else None
-    return step_time(config, work(name), GPUS[gpu], joined, "cudnn")
+    layers = layers or [work(name).shapes.num_layers]
+    return step_time(config, work(name), GPUS[gpu], find_link(link, GPUS[gpu], None), "cudnn", layers)
 
 
 # benchmarks/README.md: tokens/s on H200s, 1 x 4096 tokens a card, or 1 x 2048 for 70B.
@@ -84,6 +84,19 @@ def test_what_costs_time_costs_time():
     assert nested.products > 1.2 * plain.products
     slow = estimated("llama-3-8b", "rtx4090", 2, "pcie3-x4", sequence_length=512)
     fast = estimated("llama-3-8b", "rtx4090", 2, "pcie4-x16", sequence_length=512)
-    assert slow.links > 3 * fast.links
+    assert slow.waiting > 3 * fast.waiting
     longer = estimated("llama-3-8b", "rtx4090", 1, "pcie", sequence_length=32768)
     assert longer.tokens_per_second < 0.8 * estimated("llama-3-8b", "rtx4090", 1, "pcie").tokens_per_second
+
+
+def test_stages_wait_for_each_other_less_with_more_micro_batches():
+    stages = {"strategy": "layerwise", "mesh.fsdp": 1, "mesh.stage": 4, "sequence_length": 2048, "layers": [8] * 4}
+
+    def waiting(micro_batches):
+        step = estimated("llama-3-8b", "rtx4090", 4, "pcie", **stages | {"gradient_accumulation_steps": micro_batches})
+        return step.waiting / step.seconds
+
+    # The bubble of p stages and m micro-batches is (p - 1) / (m + p - 1); the head makes the last stage the slowest.
+    assert waiting(4) == pytest.approx(3 / 7, abs=0.08)
+    assert waiting(32) == pytest.approx(3 / 35, abs=0.08)
+    assert waiting(4) > waiting(8) > waiting(32)
