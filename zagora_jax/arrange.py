@@ -3,13 +3,15 @@
 from jax.sharding import AbstractMesh, Mesh
 
 from models.llama import Llama
+from sharding.balance import choose_cut
 from sharding.mesh import shard_count
 from zagora_jax.arrangement import Arrangement
+from zagora_jax.calibration import estimated_costs
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh
 from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
-from zagora_jax.pipeline import Pipeline
+from zagora_jax.pipeline import Balance, Pipeline
 
 
 def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arrangement:
@@ -22,7 +24,10 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     _check(config, mesh)
     if config.strategy != "layerwise":
         return Distribution(mesh, model, config.gradient_compression, config.gradient_exchange)
-    return Pipeline(mesh, model, layers_of_stages(config, model, mesh), config.gradient_compression)
+    balance = Balance(config.balance.threshold, config.balance.patience) if config.balance.threshold else None
+    layers = layers_of_stages(config, model, mesh)
+    measured = None if config.stage_layers == "auto" else layers
+    return Pipeline(mesh, model, measured, config.gradient_compression, balance)
 
 
 def _check(config: TrainConfig, mesh: Mesh) -> None:
@@ -60,7 +65,7 @@ def _check(config: TrainConfig, mesh: Mesh) -> None:
 
 
 def layers_of_stages(config: TrainConfig, model: Llama, mesh: Mesh | AbstractMesh) -> list[int]:
-    """Return how many layers each stage of the mesh has.
+    """Return how many layers each stage of the mesh has, by estimate where that is to be measured.
 
     Raises:
         UserError: more stages than layers, or numbers that do not cut the model into these stages.
@@ -69,7 +74,7 @@ def layers_of_stages(config: TrainConfig, model: Llama, mesh: Mesh | AbstractMes
     if stages > layers:
         raise UserError(f"--mesh.stage {stages}: the model has {layers} layers; a stage needs at least one")
     if config.stage_layers == "auto":
-        return [layers // stages + (index < layers % stages) for index in range(stages)]
+        return choose_cut(estimated_costs(model.config, stages), layers)
     given = config.stage_layers
     if len(given) != stages or sum(given) != layers:
         raise UserError(

@@ -1,6 +1,6 @@
 """What a run asks of its devices, whether one program spreads over them or each stage has programs of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,12 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
 
+Say = Callable[[str], None]
+
+
+def silent(_: str) -> None:
+    """Tell nobody."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -25,6 +31,7 @@ class Recipe:
         options: how the forward pass is computed.
         max_grad_norm: the global norm that gradients are clipped to; 0 does not clip.
         dropout_seed: seeds the adapters' dropout, None switches it off.
+        total_steps: optimizer steps of the whole run.
     """
 
     optimizer: optax.GradientTransformation
@@ -32,6 +39,7 @@ class Recipe:
     options: ForwardOptions
     max_grad_norm: float
     dropout_seed: int | None
+    total_steps: int
 
 
 class CompiledStep(Protocol):
@@ -103,8 +111,12 @@ class Arrangement(Protocol):
     def layout(self, like: TrainState) -> dict[str, Any]:
         """Return the bytes that each device holds, by kind."""
 
-    def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch) -> CompiledStep:
-        """Compile the train step; `whole` and `batch` give shapes."""
+    def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say = silent) -> CompiledStep:
+        """Compile the train step; `whole` and `batch` give shapes. `say` is told what is decided, then and later.
+
+        Raises:
+            ValueError: the devices' memory cannot hold the model.
+        """
 
     def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
         """Compile an evaluation of batches of one shape."""

@@ -171,6 +171,18 @@ class OffloadConfig(Options):
     )
 
 
+class BalanceConfig(Options):
+    """When layers move between the stages of layerwise, in training."""
+
+    threshold: float = Field(
+        default=0.15,
+        ge=0,
+        lt=1,
+        description="The part of a step's time that moving layers away from a slow card must save; 0: none ever moves.",
+    )
+    patience: int = Field(default=20, ge=1, description="For how many steps in a row it must have promised that.")
+
+
 def _run_of_model(fields: dict[str, Any]) -> Path:
     """Name the run after the last part of the model's name, as in `org/Llama-8B` or `~/llama-8b.gguf`."""
     name = fields["model"].rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
@@ -313,8 +325,11 @@ class TrainConfig(CommandConfig):
     )
     mesh: MeshConfig = MeshConfig()
     stage_layers: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
-        default="auto", description="How many layers each stage of layerwise has: a list of numbers, or auto."
+        default="auto",
+        description="How many layers each stage of layerwise has: a list of numbers, or auto, which times a layer on "
+        "each card and makes the slowest stage as fast as the cards' memory allows.",
     )
+    balance: BalanceConfig = BalanceConfig()
     gradient_compression: Literal["none", "int8", "int4"] = Field(
         default="none",
         description="How gradients travel between devices: as they are, or quantised with error feedback. They cross "

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import pynvml
@@ -38,6 +38,29 @@ def limit_memory(gib: float) -> None:
             f"--device-memory-limit {gib:g}: could not be set, found {found}. In a program, nothing may use JAX before "
             "train() is called; elsewhere, set XLA_PYTHON_CLIENT_MEM_FRACTION"
         )
+
+
+TAKES_LESS = (
+    "What takes less, from cheap to dear: --optimizer adamw_8bit, a smaller --micro-batch-size, --offload.activations "
+    "true, --remat nested, a shorter --sequence-length, a lower --lora.rank"
+)
+
+
+def memory_limit(device: jax.Device) -> int | None:
+    """Return the bytes that XLA's allocator may take of a device; a CPU's memory has no limit of XLA's."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def lacking_memory(planned: Mapping[jax.Device, int]) -> str | None:
+    """Say which device has less memory than the bytes `planned` for it; None where there is none."""
+    for device, needed in planned.items():
+        limit = memory_limit(device)
+        if limit is not None and needed > limit:
+            return (
+                f"the step needs {needed / GIB:.2f} GiB of {device.device_kind} {device.id}, which has "
+                f"{limit / GIB:.2f} GiB for it"
+            )
+    return None
 
 
 def choose_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -30,7 +30,7 @@ from sharding.spread import Spread
 from sharding.targets import compile_for
 from sharding.tensor import Parts, enter, leave
 from sharding.vocabulary import ShardedVocabulary
-from zagora_jax.arrangement import CompiledEvaluation, Recipe
+from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
 from zagora_jax.checkpoints.load import set_layer
 from zagora_jax.data.batches import Batch
 from zagora_jax.optimizer import QuantizedMoment
@@ -173,13 +173,13 @@ class Distribution:
             self.adapters,
             optimizer,
             everywhere(whole.loss_scale),
-            self._residuals(),
+            self.residuals(),
             self._pending() if self.exchange == "delayed" else None,
             everywhere(whole.spike_guard),
         )
 
-    def _residuals(self) -> ExchangeErrors:
-        """The residuals of compressed exchanges."""
+    def residuals(self) -> ExchangeErrors:
+        """The Spread of the residuals of compressed exchanges."""
         replicas, shards = self.mesh.shape["data"], shard_count(self.mesh)
         of_layer = jax.eval_shape(lambda: self._layer_exchange.no_errors(self._chunks(), replicas, shards))
         return jax.tree.map(self._of_row, of_layer)
@@ -237,7 +237,7 @@ class Distribution:
         pending = self._pending() if self.exchange == "delayed" else None
         # On the host, since all devices' rows may be too much for one of them.
         residuals, pending = jax.tree.map(
-            lambda spread: np.zeros(spread.whole.shape, spread.whole.dtype), (self._residuals(), pending)
+            lambda spread: np.zeros(spread.whole.shape, spread.whole.dtype), (self.residuals(), pending)
         )
         return state._replace(residuals=residuals, pending=pending)
 
@@ -279,7 +279,7 @@ class Distribution:
         """Name the devices."""
         return {"devices": describe_devices(self.mesh)}
 
-    def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch) -> "SpreadStep":
+    def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say = silent) -> "SpreadStep":
         """Compile the train step of `recipe`."""
         step = make_train_step(
             split(self.model)[0],

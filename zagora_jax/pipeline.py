@@ -1,6 +1,7 @@
 """A run's arrays cut into stages: each group of devices keeps its own layers, and activations travel between them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,38 +11,68 @@ from jax.sharding import Mesh
 
 from models.llama import Ends, Llama
 from models.parameters import Path, by_path
+from sharding.balance import choose_cut, explain
 from sharding.compression import Compression, ErrorFeedback
 from sharding.mesh import rows_divisor, stage_mesh
+from sharding.moving import recut_trees
 from sharding.overlap import ExchangeErrors
-from zagora_jax.arrangement import CompiledEvaluation, CompiledStep, Recipe
+from sharding.targets import is_absent
+from zagora_jax.arrangement import CompiledEvaluation, CompiledStep, Recipe, Say, silent
+from zagora_jax.calibration import estimated_costs, measure_costs
 from zagora_jax.checkpoints.load import is_stacked
 from zagora_jax.data.batches import Batch
+from zagora_jax.devices import TAKES_LESS
 from zagora_jax.distribution import Distribution, describe_devices
-from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep
+from zagora_jax.errors import UserError
+from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep, activations_held
 from zagora_jax.stage import PipelineState, Stage
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
 
 
+@dataclass(frozen=True)
+class Balance:
+    """When layers move between stages.
+
+    Attributes:
+        threshold: the part of a step's time that a move must save.
+        patience: for how many steps in a row it must have promised that.
+    """
+
+    threshold: float
+    patience: int
+
+
 class Pipeline:
     """An `Arrangement` in stages. The value of a frozen parameter is a tuple: what each stage has of it, or None."""
 
-    def __init__(self, mesh: Mesh, model: Llama, layers: Sequence[int], compression: Compression = "none"):
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: Llama,
+        layers: Sequence[int] | None = None,
+        compression: Compression = "none",
+        balance: Balance | None = None,
+    ):
         """Cut `model` into as many stages as the mesh has.
 
         Args:
             mesh: the devices; those of a stage hold its layers as `Distribution` lays them out.
             model: the declared model.
-            layers: how many layers each stage has.
+            layers: how many layers each stage has. None: by estimate, and by measurement when a step is compiled.
             compression: how gradients travel between the replicas of a stage.
+            balance: when layers move in training; None: never.
 
         Raises:
             ValueError: `layers` does not cut the model's layers into the mesh's stages.
         """
-        stages = mesh.shape["stage"]
-        if len(layers) != stages or min(layers) < 1 or sum(layers) != model.config.num_layers:
+        stages, of_model = mesh.shape["stage"], model.config.num_layers
+        self.costs = estimated_costs(model.config, stages)
+        self.measures, self.balance = layers is None, balance
+        layers = choose_cut(self.costs, of_model) if layers is None else layers
+        if len(layers) != stages or min(layers) < 1 or sum(layers) != of_model:
             raise ValueError(
-                f"expected {stages} numbers of layers, none below 1, that sum to {model.config.num_layers}; "
+                f"expected {stages} numbers of layers, none below 1, that sum to {of_model}; "
                 f"found {', '.join(map(str, layers))}"
             )
         self.mesh, self.model, self.compression = mesh, model, compression
@@ -68,7 +99,8 @@ class Pipeline:
 
     def facts(self) -> dict[str, str]:
         """Name the devices and the cut."""
-        return {"devices": describe_devices(self.mesh), "layers of each stage": ", ".join(map(str, self.layers))}
+        cut = "to be measured" if self.measures else ", ".join(map(str, self.layers))
+        return {"devices": describe_devices(self.mesh), "layers of each stage": cut}
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return every stage's stack of layers of a frozen parameter, without values yet."""
@@ -108,6 +140,32 @@ class Pipeline:
             for index, stage in enumerate(self.stages)
         ]
 
+    def move(self, stages: list[Stage], state: PipelineState, frozen: nnx.State) -> PipelineState:
+        """Take on a new cut, made by `cut`: `frozen` is changed in place, the new state is returned."""
+        old, layers = self.layers, [stage.num_layers for stage in stages]
+        for path, variable in by_path(frozen).items():
+            if is_stacked(path):
+                variable.set_value(tuple(recut_trees(variable.get_value(), old, layers)))
+        whole_residuals = self._whole_residuals(state)
+        bare = recut_trees([own._replace(residuals=ExchangeErrors()) for own in state.stages], old, layers)
+        self.stages = stages
+        if whole_residuals is None:
+            return PipelineState(tuple(bare))
+        return PipelineState(
+            tuple(
+                own._replace(residuals=stage.put_residuals(whole_residuals))
+                for own, stage in zip(bare, stages, strict=True)
+            )
+        )
+
+    def _whole_residuals(self, state: PipelineState) -> ErrorFeedback | None:
+        """Return the residuals of all stages by layers, on the host."""
+        by_layer = [stage.residuals_by_layer(own) for stage, own in zip(self.stages, state.stages, strict=True)]
+        if by_layer[0] is None:
+            return None
+        sent, owned = zip(*by_layer, strict=True)  # type: ignore[arg-type]
+        return ErrorFeedback(np.concatenate(sent, axis=1), np.concatenate(owned))  # type: ignore[arg-type]
+
     @property
     def exchange_state(self) -> dict[str, Any]:
         """Say what the residuals of a whole state belong to; they are by layers, so not to a cut into stages."""
@@ -134,13 +192,7 @@ class Pipeline:
         def join(*leaves: np.ndarray) -> np.ndarray:
             return np.concatenate(leaves) if leaves[0].ndim else leaves[0]
 
-        whole = jax.tree.map(join, *(part._replace(residuals=ExchangeErrors()) for part in parts))
-        by_layer = [part.residuals.reduced for part in parts]
-        if by_layer[0] is None:
-            return whole
-        sent, owned = zip(*by_layer, strict=True)  # type: ignore[arg-type]
-        reduced = ErrorFeedback(np.concatenate(sent, axis=1), np.concatenate(owned))  # type: ignore[arg-type]
-        return whole._replace(residuals=ExchangeErrors(reduced=reduced))
+        return jax.tree.map(join, *parts)._replace(residuals=ExchangeErrors(reduced=self._whole_residuals(state)))
 
     def put_adapters(self, whole: nnx.State) -> tuple[nnx.State, ...]:
         """Lay whole adapters out."""
@@ -155,9 +207,29 @@ class Pipeline:
         held = {device: kinds for layout in layouts for device, kinds in layout["bytes_a_device"].items()}
         return {"mesh": dict(self.mesh.shape), "layers_of_stages": self.layers, "bytes_a_device": held}
 
-    def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch) -> CompiledStep:
-        """Compile the programs of all stages."""
-        return PipelineStep(self, recipe, whole, batch)
+    def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say = silent) -> CompiledStep:
+        """Compile the programs of all stages; first decide on their layers, where that was left open."""
+        if self.measures and not is_absent(self.mesh):
+            self._measure(recipe, whole, batch, say)
+        return PipelineStep(self, recipe, whole, batch, say)
+
+    def _measure(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say) -> None:
+        stages, micro_batches = len(self.stages), len(batch.tokens)
+        held = [activations_held(index, stages, micro_batches) for index in range(stages)]
+        self.costs = measure_costs(self.stages, self.resized, held, recipe, whole, batch)
+        try:
+            cut = choose_cut(self.costs, self.model.config.num_layers)
+        except ValueError as error:
+            raise UserError(
+                f"--strategy layerwise: {error}, by their memory. {TAKES_LESS}, more devices along --mesh.stage"
+            ) from error
+        say(f"layers of each stage: {', '.join(map(str, cut))}. A micro-batch takes {explain(self.costs, cut)}")
+        self.stages = self.cut(cut)
+
+    def resized(self, stage: Stage, layers: int) -> Stage:
+        """Describe a stage with another number of layers."""
+        part = self.model.part(layers, stage.distribution.model.ends)
+        return Stage(0, Distribution(stage.distribution.mesh, part, self.compression))
 
     def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
         """Compile a forward pass through all stages."""

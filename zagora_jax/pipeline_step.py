@@ -4,8 +4,9 @@ One host dispatches the stages' programs before their inputs are there, so that 
 queue. It waits for results once a step, where the norm of the gradients needs all stages.
 """
 
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,13 @@ import jax
 import numpy as np
 from flax import nnx
 
+from sharding.balance import Balancer, Move, pace
+from sharding.moving import moved_layers
 from sharding.schedule import Task, dispatch_order, inputs_held
 from sharding.watch import Watch, Work
-from zagora_jax.arrangement import Recipe
+from zagora_jax.arrangement import Recipe, Say, silent
 from zagora_jax.data.batches import Batch
+from zagora_jax.devices import lacking_memory
 from zagora_jax.distribution import wire_bytes
 from zagora_jax.stage import PipelineState, Place, Stage, StagePrograms
 from zagora_jax.step import ForwardOptions
@@ -46,25 +50,53 @@ class _Flow:
 class PipelineStep:
     """A compiled optimizer step."""
 
-    def __init__(self, pipeline: "Pipeline", recipe: Recipe, whole: TrainState, batch: Batch):
+    def __init__(self, pipeline: "Pipeline", recipe: Recipe, whole: TrainState, batch: Batch, say: Say = silent):
         """Compile the programs of all stages; `whole` and `batch` give shapes."""
-        self.pipeline, self._batch = pipeline, batch
-        self._like = whole
-        with ThreadPoolExecutor() as threads:  # XLA compiles several programs at a time
-            self.programs = list(
-                threads.map(lambda stage: StagePrograms(stage, recipe, stage.part_of(whole), batch), pipeline.stages)
-            )
+        self.pipeline, self._recipe, self._whole, self._batch, self._say = pipeline, recipe, whole, batch, say
+        self._compiled: dict[tuple[int, int], StagePrograms] = {}
+        self.programs = self._compile(pipeline.stages)
         self._order = dispatch_order(len(self.programs), len(batch.tokens))
         self._watches = [Watch(MOST_QUEUED) for _ in self.programs]
+        self.work: list[Work] = []  # of the last step
+        self._move_seconds: float | None = None  # that the last move took
+        self._refused: list[int] = []
+        self._balancer = None
+        if (balance := pipeline.balance) is not None and len(self.programs) > 1:
+            self._balancer = Balancer(pipeline.costs, threshold=balance.threshold, patience=balance.patience)
+
+    def _compile(self, stages: Sequence[Stage]) -> list[StagePrograms]:
+        """Compile what the stages need and what was not compiled yet, several programs at a time."""
+
+        def of_stage(item: tuple[int, Stage]) -> StagePrograms:
+            index, stage = item
+            known = self._compiled.get((index, stage.num_layers))
+            if known is not None:
+                return known.at(stage)
+            return StagePrograms(stage, self._recipe, stage.part_of(self._whole), self._batch)
+
+        with ThreadPoolExecutor() as threads:
+            programs = list(threads.map(of_stage, enumerate(stages)))
+        self._compiled |= {(index, made.stage.num_layers): made for index, made in enumerate(programs)}
+        return programs
 
     def __call__(
         self, state: PipelineState, frozen: nnx.State, batch: Batch
     ) -> tuple[PipelineState, Mapping[str, Any]]:
         """Take the step; `batch` is on the host. The state is used up."""
+        state, metrics = self._take(state, frozen, batch)
+        self.work = [watch.take() for watch in self._watches]
+        metrics["idle"] = np.float32(idle_share(self.work))
+        if self._balancer is not None:
+            seconds = seconds_of(self.work, self.pipeline.layers)
+            move = self._balancer.observe(seconds, self.pipeline.layers)
+            if move is not None:
+                state = self._move(move, state, frozen, seconds)
+        return state, metrics
+
+    def _take(self, state: PipelineState, frozen: nnx.State, batch: Batch) -> tuple[PipelineState, dict[str, Any]]:
         weight = np.float32(batch.weights.sum()) or np.float32(1)
         scale, step = self._scale_and_step(state)
-        factor = np.float32(scale / weight)
-        flows = self._begin(state, frozen, batch, factor)
+        flows = self._begin(state, frozen, batch, np.float32(scale / weight))
         losses = [self._dispatch(task, flows, step) for task in self._order]
         exchanged = [
             flow.programs.exchange(flow.gradients, own.residuals, scale)
@@ -76,14 +108,12 @@ class PipelineStep:
             program.update(own, gradients, residuals, norm, np.float32(loss))
             for program, own, (gradients, residuals, _) in zip(self.programs, state.stages, exchanged, strict=True)
         ]
-        work = [watch.take() for watch in self._watches]
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": updates[-1][1],
             "supervised_tokens": np.float32(np.count_nonzero(batch.weights)),
             **updates[-1][2],
-            "idle": np.float32(idle_share(work)),
         }
         return PipelineState(tuple(new for new, *_ in updates)), metrics
 
@@ -96,6 +126,40 @@ class PipelineStep:
         first = state.stages[0]
         scale = np.float32(1) if first.loss_scale is None else np.float32(first.loss_scale.scale)
         return scale, np.int32(first.step)
+
+    def _move(self, move: Move, state: PipelineState, frozen: nnx.State, seconds: Sequence[float]) -> PipelineState:
+        """Give the stages the layers of a better cut, if they fit and the rest of the run makes up for the move."""
+        layers = self.pipeline.layers
+        slowest = int(np.argmax(seconds))
+        saved = move.gain * max(seconds) * len(self._batch.tokens)
+        left = self._recipe.total_steps - int(state.stages[0].step)
+        what = (
+            f"stage {slowest} takes {max(seconds) * 1e3:.3g} ms a micro-batch with {layers[slowest]} layers, and the "
+            f"slowest stage would take {pace(move.costs, move.cut) * 1e3:.3g} ms with {', '.join(map(str, move.cut))}"
+        )
+        if self._move_seconds is not None and saved * left < self._move_seconds:
+            return self._refuse(move, state, f"{what}; {left} steps do not make up for {self._move_seconds:.1f} s")
+        started = time.perf_counter()
+        stages = self.pipeline.cut(move.cut)
+        programs = self._compile(stages)
+        if lacking := lacking_memory(self._planned(programs)):
+            return self._refuse(move, state, f"{what}; but {lacking}")
+        moved = moved_layers(layers, move.cut)
+        state = jax.block_until_ready(self.pipeline.move(stages, state, frozen))
+        self.programs = programs
+        self._move_seconds = time.perf_counter() - started
+        self._say(
+            f"moved {moved} layer{'s' if moved > 1 else ''}: {what}. It took {self._move_seconds:.1f} s and should "
+            f"save {saved * 1e3:.3g} ms a step ({move.gain:.0%})"
+        )
+        return state
+
+    def _refuse(self, move: Move, state: PipelineState, why: str) -> PipelineState:
+        """Say once why layers stay where they are."""
+        if move.cut != self._refused:
+            self._refused = move.cut
+            self._say(f"no layers moved: {why}")
+        return state
 
     def _begin(self, state: PipelineState, frozen: nnx.State, batch: Batch, factor: np.float32) -> list[_Flow]:
         flows = [
@@ -135,12 +199,13 @@ class PipelineStep:
 
     def planned_memory(self) -> dict[jax.Device, int]:
         """Return the bytes that the step needs of each device: what the stage holds, and its largest program's rest."""
-        stages, micro_batches = len(self.programs), len(self._batch.tokens)
+        return self._planned(self.programs)
+
+    def _planned(self, of_stages: Sequence[StagePrograms]) -> dict[jax.Device, int]:
+        stages, micro_batches = len(of_stages), len(self._batch.tokens)
         planned: dict[jax.Device, int] = {}
-        for index, programs in enumerate(self.programs):
-            # Beside the inputs held, one activation arrives and one leaves on either side.
-            activations = inputs_held(index, stages, micro_batches) + (2 if 0 < index < stages - 1 else 1)
-            needed = programs.planned_memory(activations)
+        for index, programs in enumerate(of_stages):
+            needed = programs.planned_memory(activations_held(index, stages, micro_batches))
             planned |= dict.fromkeys(programs.stage.distribution.mesh.devices.flat, needed)
         return planned
 
@@ -178,8 +243,14 @@ class PipelineEvaluation:
     def _follow(self) -> None:
         """Compile for the stages as they are now: their layers may have moved."""
         if self._stages is not self._pipeline.stages:
+            before = dict(enumerate(zip(self._stages, self._programs, strict=True)))
             self._stages = self._pipeline.stages
-            self._programs = list(map(self._compile, self._stages))
+            self._programs = [
+                before[index][1]
+                if index in before and before[index][0].num_layers == stage.num_layers
+                else self._compile(stage)
+                for index, stage in enumerate(self._stages)
+            ]
 
     def __call__(self, adapters: tuple[nnx.State, ...], frozen: nnx.State, batch: Batch) -> tuple[Any, np.float32]:
         """Return the loss summed over supervised tokens, and the sum of their weights."""
@@ -195,6 +266,16 @@ class PipelineEvaluation:
                 inputs = program(adapters[index], own_frozen[index], batches[index], place, inputs)
             losses.append(inputs)
         return sum(jax.device_get(losses), np.float32(0)), np.float32(batch.weights.sum())
+
+
+def seconds_of(work: list[Work], layers: Sequence[int]) -> list[float]:
+    """Return what each stage, of so many layers, took for a micro-batch."""
+    return [of_stage.seconds / of_stage.tasks["backward"] for of_stage in work]
+
+
+def activations_held(stage: int, stages: int, micro_batches: int) -> int:
+    """Return how many activations are on a stage's devices at most: inputs, and one on its way on either side."""
+    return inputs_held(stage, stages, micro_batches) + (2 if 0 < stage < stages - 1 else 1)
 
 
 def idle_share(work: list[Work]) -> float:

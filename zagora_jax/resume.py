@@ -33,6 +33,7 @@ FREE_OPTIONS = {
     "plan_check",
     "strategy",  # where arrays lie changes no number but by the order of sums
     "stage_layers",  # likewise
+    "balance",  # likewise
     "mesh",  # likewise
     "micro_batch_size",  # likewise; how many rows a step has is compared with the data
     "gradient_accumulation_steps",  # likewise

@@ -1,5 +1,6 @@
 """One stage of a pipeline: consecutive layers on devices of their own, and the programs that it runs."""
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.parameters import Path, by_path, split
+from sharding.compression import ErrorFeedback
 from sharding.flat import bare
+from sharding.overlap import ExchangeErrors
 from sharding.program import MemoryPlan, memory
 from sharding.residuals import from_layers, to_layers
 from sharding.rules import named_sharding, partition_spec
@@ -79,20 +82,26 @@ class Stage:
 
     def put_state(self, whole: TrainState) -> TrainState:
         """Lay the stage's part of a whole state out."""
-        part = self.part_of(whole)
-        if part.residuals.reduced is not None:
-            by_layer = whole.residuals.reduced
-            own = by_layer._replace(sent=by_layer.sent[:, self.layers], owned=by_layer.owned[self.layers])  # type: ignore[union-attr]
-            part = part._replace(residuals=part.residuals._replace(reduced=from_layers(own)))
-        return self.distribution.put_state(part)
+        state = self.distribution.put_state(self.part_of(whole))
+        if whole.residuals.reduced is None:
+            return state
+        return state._replace(residuals=self.put_residuals(whole.residuals.reduced))
+
+    def put_residuals(self, by_layer: ErrorFeedback) -> ExchangeErrors:
+        """Lay the stage's part of the residuals of all layers out."""
+        own = ErrorFeedback(by_layer.sent[:, self.layers], by_layer.owned[self.layers])
+        residuals = ExchangeErrors(reduced=from_layers(own))
+        return self.distribution.put(self.distribution.residuals(), residuals)
+
+    def residuals_by_layer(self, state: TrainState) -> ErrorFeedback | None:
+        """Return the residuals of the stage's layers, on the host."""
+        reduced = state.residuals.reduced
+        return None if reduced is None else to_layers(reduced)
 
     def whole_state(self, state: TrainState, like: TrainState) -> TrainState:
-        """Undo `put_state`, for the stage's layers alone; the residuals are by layers."""
-        part = self.distribution.whole_state(state, self.part_of(like))
-        if part.residuals.reduced is None:
-            return part
-        by_layer = to_layers(part.residuals.reduced)
-        return part._replace(residuals=part.residuals._replace(reduced=by_layer))
+        """Undo `put_state`, for the stage's layers alone and without the residuals."""
+        whole = self.distribution.whole_state(state, self.part_of(like))
+        return whole._replace(residuals=ExchangeErrors())
 
     def _part(self, leaf: Any) -> Any:
         if not leaf.ndim:
@@ -224,6 +233,12 @@ class StagePrograms:
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._gradients),
             out_shardings=shardings,
         )
+
+    def at(self, stage: Stage) -> "StagePrograms":
+        """Return the same programs for a stage with as many layers, but other ones."""
+        programs = copy.copy(self)
+        programs.stage = stage
+        return programs
 
     def _compile_backward(self, batch: Batch) -> jax.stages.Compiled:
         stage, recipe = self.stage, self._recipe

@@ -252,9 +252,12 @@ class _Run:
             self.options,
             max_grad_norm=config.max_grad_norm,
             dropout_seed=config.seed if config.lora.dropout else None,
+            total_steps=self.total_steps,
         )
         started = time.perf_counter()
-        compiled = self.arrangement.compile_training(recipe, self.state_shapes, self.batches.abstract())
+        compiled = self.arrangement.compile_training(
+            recipe, self.state_shapes, self.batches.abstract(), self.reporter.say
+        )
         planned = compiled.planned_memory()
         most = max(planned.values()) / GIB
         self.reporter.say(f"compiled in {time.perf_counter() - started:.1f} s; the step needs {most:.2f} GiB a device")

@@ -101,6 +101,11 @@ def absent_devices(kind: str, count: int) -> list[jax.Device]:
     return list(topology.devices)
 
 
+def is_absent(mesh: Mesh) -> bool:
+    """Whether programs can only be compiled for these devices, not run."""
+    return not isinstance(mesh.devices.flat[0], jax.Device)
+
+
 def _require_compiler() -> None:
     """Refuse early what XLA would refuse late, and in words about something else."""
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
+from zagora_jax.devices import lacking_memory, memory_limit
 from zagora_jax.errors import UserError
 from zagora_jax.kernels import forward_options
 from zagora_jax.planning.analytic import ERROR, estimate_memory
@@ -37,22 +38,15 @@ def require_fit(planned: Mapping[jax.Device, int], config: TrainConfig, base: Ba
     Raises:
         UserError: a device's allocator may take less; names the first change with which the step would fit.
     """
-    for device, needed in planned.items():
-        limit = _limit(device)
-        if limit is not None and needed > limit:
-            raise UserError(
-                f"the step needs {needed / GIB:.2f} GiB of {device.device_kind} {device.id}, which has "
-                f"{limit / GIB:.2f} GiB for it. {_advice(max(planned.values()), config, base, mesh)} "
-                "(--no-plan-check tries to run it as it is.)"
-            )
-
-
-def _limit(device: jax.Device) -> int | None:
-    return (device.memory_stats() or {}).get("bytes_limit")
+    if lacking := lacking_memory(planned):
+        raise UserError(
+            f"{lacking}. {_advice(max(planned.values()), config, base, mesh)} (--no-plan-check tries to run it as it "
+            "is.)"
+        )
 
 
 def _fits(planned: Mapping[jax.Device, int]) -> bool:
-    return all((limit := _limit(device)) is None or needed <= limit for device, needed in planned.items())
+    return lacking_memory(planned) is None
 
 
 def _advice(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> str:
@@ -61,7 +55,7 @@ def _advice(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> s
     if here is not None and planned <= here.limit and config.device_memory_limit is None:
         # By itself JAX takes three quarters of the card.
         return f"It would fit with --device-memory-limit {math.floor(here.limit / GIB * 10) / 10}."
-    limit = min(limit for device in mesh.devices.flat if (limit := _limit(device)) is not None)
+    limit = min(limit for device in mesh.devices.flat if (limit := memory_limit(device)) is not None)
     explicit = changed(
         config, {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
     )

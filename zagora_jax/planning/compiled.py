@@ -44,6 +44,7 @@ def compile_planned(config: TrainConfig, mesh: Mesh, base: BaseModel | None = No
         forward_options(config, base, mesh.devices.flat[0].platform),
         max_grad_norm=config.max_grad_norm,
         dropout_seed=config.seed if config.lora.dropout else None,
+        total_steps=steps,
     )
     shape = (
         config.gradient_accumulation_steps,
