@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -21,10 +22,11 @@ def available() -> bool:
     return jax.device_count() >= DEVICES
 
 
-def run(file: str) -> None:
+def run(file: str, **environment: str) -> None:
     """Run a file's tests in a process that has the devices, and fail as it fails."""
     if available():
         pytest.skip("this process has the devices")
-    done = subprocess.run([sys.executable, "-c", _RUN, file], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _RUN, file]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.fail(f"{done.stdout}{done.stderr}", pytrace=False)
