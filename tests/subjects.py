@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from models.parameters import split
-from zagora_jax.adapter import load_adapter, peft_tensors
+from zagora_jax.adapter import open_adapter, peft_tensors
 from zagora_jax.base import open_base
 from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batch
@@ -47,7 +47,7 @@ class Subject:
     @cached_property
     def parts(self):
         graph, _, declared = split(self.base.model)
-        return graph, load_adapter(self.adapter, self.base.model) if self.adapter else declared
+        return graph, open_adapter(self.adapter, self.base.model) if self.adapter else declared
 
     @cached_property
     def logits_function(self):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +12,11 @@ from flax import nnx
 from models.llama import Llama, linear_modules
 from models.lora import MAGNITUDE, LayerRanks
 from models.parameters import Adapter, by_path
-from zagora_jax.checkpoints.peft import AdapterConfig, write_adapter
-from zagora_jax.config import LoraConfig
+from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
+from zagora_jax.config import LoraConfig, TrainConfig
 from zagora_jax.errors import UserError
+
+Config = TypeVar("Config", bound=TrainConfig)
 
 PEFT_PREFIX = "base_model.model"
 
@@ -81,12 +84,6 @@ def save_adapter(
     write_adapter(directory, tensors, config, modules=adapted_modules(model), trained=trained)
 
 
-def peft_tensors(model: Llama, adapters: nnx.State) -> dict[str, np.ndarray]:
-    """Return the matrices of every layer, A [rank, in] and B [out, rank], by PEFT's names."""
-    stacks = {path: np.asarray(variable.get_value()) for path, variable in by_path(adapters).items()}
-    return {name: stacks[path][layer] for name, (path, layer) in peft_names(model).items() if path in stacks}
-
-
 def adapted_modules(model: Llama) -> list[str]:
     """Name the modules of every layer that carry an adapter, as Hugging Face does: model.layers.0.self_attn.q_proj."""
     return [
@@ -116,6 +113,41 @@ def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig
     )
 
 
+def with_adapters_options(config: Config) -> Config:
+    """Put the settings of the adapter that training goes on from in the place of the lora options.
+
+    Raises:
+        UserError: there is no such adapter, it uses what is not supported, or a lora option that was given differs.
+    """
+    if config.adapter is None:
+        return config
+    _, found = read_adapter(config.adapter)
+    if found.lora_alpha != int(found.lora_alpha):
+        raise UserError(f"{config.adapter}: lora_alpha is {found.lora_alpha}, expected a whole number")
+    targets = found.target_modules
+    try:
+        options = LoraConfig(
+            rank=found.r,
+            alpha=int(found.lora_alpha),
+            dropout=config.lora.dropout if "dropout" in config.lora.model_fields_set else found.lora_dropout,
+            targets=targets if isinstance(targets, str) else sorted(targets),
+            use_rslora=found.use_rslora,
+            use_dora=found.use_dora,
+            rank_pattern=[f"{name}={rank}" for name, rank in found.rank_pattern.items()] or None,
+            alpha_pattern=[f"{name}={alpha:g}" for name, alpha in found.alpha_pattern.items()] or None,
+            layers=None if found.layers_to_transform is None else list(found.layers_to_transform),
+        )
+    except ValueError as error:
+        raise UserError(f"{config.adapter}: adapter_config.json: {error}") from error
+    for name in sorted(config.lora.model_fields_set - {"dropout"}):
+        given, own = getattr(config.lora, name), getattr(options, name)
+        if (sorted(given) if isinstance(given, list) else given) != (sorted(own) if isinstance(own, list) else own):
+            raise UserError(
+                f"--lora.{name} is {given}, but the adapter in {config.adapter} has {own}; leave the option out"
+            )
+    return config.model_copy(update={"lora": options})
+
+
 def check_scale(directory: Path, config: AdapterConfig, model: Llama) -> None:
     """Refuse an adapter that was trained with another scale than `model` applies.
 
@@ -135,6 +167,11 @@ def check_scale(directory: Path, config: AdapterConfig, model: Llama) -> None:
                     f"{config.scale_of(module):g}; the run's config.yaml now gives rank {rank}, a scale of {scale:g}. "
                     "Set its lora options back"
                 )
+
+
+def open_adapter(directory: Path, model: Llama) -> nnx.State:
+    """Read a PEFT adapter into the declared `model`'s adapter parameters; see `load_adapter`."""
+    return load_adapter(directory, *read_adapter(directory), model)
 
 
 def load_adapter(directory: Path, tensors: Mapping[str, np.ndarray], config: AdapterConfig, model: Llama) -> nnx.State:

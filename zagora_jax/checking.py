@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models.attention import choose_kernel
 from models.parameters import split
-from zagora_jax.adapter import adapted_modules
+from zagora_jax.adapter import adapted_modules, open_adapter, with_adapters_options
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.config import CheckConfig, TrainConfig
 from zagora_jax.data.batches import Batches
@@ -114,7 +114,7 @@ class _Check:
             logger.propagate = propagate
 
     def _model(self) -> BaseModel:
-        config = self.config
+        config = self.config = with_adapters_options(self.config)
         base = open_base(
             config.model,
             quantization=config.quantization,
@@ -122,6 +122,8 @@ class _Check:
             lora=config.lora,
             seed=config.seed,
         )
+        if config.adapter is not None:
+            open_adapter(config.adapter, base.model)  # must fit
         _, _, adapters = split(base.model)
         modules = adapted_modules(base.model)
         self.report.facts["model"] = {

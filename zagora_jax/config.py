@@ -217,6 +217,11 @@ class TrainConfig(CommandConfig):
         "double quantisation.",
     )
     lora: LoraConfig = LoraConfig()
+    adapter: FilePath | None = Field(
+        default=None,
+        description="A PEFT adapter's directory: training goes on from its weights, with new optimizer state. Its own "
+        "settings take the place of the lora options, but for dropout.",
+    )
 
     data: Sources | None = Field(
         None,
@@ -386,6 +391,7 @@ class TrainConfig(CommandConfig):
                 "model": str(model.absolute()) if model.exists() else self.model,
                 "data": all_absolute(self.data),
                 "eval_data": all_absolute(self.eval_data),
+                "adapter": self.adapter and self.adapter.absolute(),
                 "output": self.output.absolute(),
                 "resume": self.resume.absolute() if isinstance(self.resume, Path) else self.resume,
             }

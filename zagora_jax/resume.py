@@ -27,6 +27,7 @@ FREE_OPTIONS = {
     "loss_spike_action",
     "stop_grace",
     "resume",
+    "adapter",  # where training begins; its settings are compared as the lora options
     "remat",
     "offload",
     "device_memory_limit",

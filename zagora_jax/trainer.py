@@ -16,7 +16,7 @@ import zagora_jax
 from models.lora import initial_adapter
 from models.parameters import split
 from zagora_jax import interruption
-from zagora_jax.adapter import adapted_modules, save_adapter
+from zagora_jax.adapter import adapted_modules, open_adapter, save_adapter, with_adapters_options
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import CompiledStep, Recipe
 from zagora_jax.base import open_base
@@ -76,6 +76,7 @@ class _Run:
     """One training run. The constructor reads and checks; `train` uses the device and writes."""
 
     def __init__(self, config: TrainConfig, reporter: Reporter):
+        config = with_adapters_options(config)
         self.config, self.reporter = config, reporter
         if config.device_memory_limit is not None:
             limit_memory(config.device_memory_limit)
@@ -97,6 +98,7 @@ class _Run:
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
         self.schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, self.total_steps)
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
+        self.first_adapter = None if config.adapter is None else open_adapter(config.adapter, self.base.model)
         self.row_lengths: Mapping[tuple[str, ...], Any] = {}  # for DoRA, once the weights are read
         self.state_shapes = jax.eval_shape(self._new_state)
         self.iterator = self.batches.from_step(0, self.total_steps)
@@ -179,7 +181,8 @@ class _Run:
             + (", output head tied to the embedding" if self.base.model.config.tie_embeddings else "")
             + (", SYNTHETIC" if self.base.synthetic else ""),
             "weights": f"{self.base.quantization}, {frozen_bytes / GIB:.2f} GiB",
-            "adapter": f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
+            "adapter": ("" if config.adapter is None else f"going on from {config.adapter}, ")
+            + f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
             "adapted": f"{len(modules)} modules: {names}",
             **self.arrangement.facts(),
             "computation": f"{config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}"
@@ -193,7 +196,7 @@ class _Run:
 
     def _load(self) -> nnx.State:
         with self.reporter.counting("reading and quantising tensors", self.base.tensor_count()) as count:
-            if self.saved is not None or not self.config.lora.use_dora:
+            if self.saved is not None or self.first_adapter is not None or not self.config.lora.use_dora:
                 return self.base.load(count.advance, self.arrangement)
             measured = RowLengths(self.arrangement, self.base.model)
             frozen = self.base.load(count.advance, measured)
@@ -202,7 +205,9 @@ class _Run:
 
     def _new_state(self) -> TrainState:
         """Return the whole state before the first step, on one device."""
-        adapters = initial_adapter(self.declared_adapters, self.config.seed, self.row_lengths)
+        adapters = self.first_adapter
+        if adapters is None:
+            adapters = initial_adapter(self.declared_adapters, self.config.seed, self.row_lengths)
         state = initial_state(adapters, self.optimizer, self.config.compute_dtype, self.config.loss_spike_factor)
         return self.arrangement.begin(state)
 

@@ -9,7 +9,7 @@ from subjects import Subject, assert_gradients_equal, assert_logits_equal
 
 from models.lora import initial_adapter
 from models.parameters import by_path, split
-from zagora_jax.adapter import load_adapter, peft_config, peft_names, peft_shapes, save_adapter
+from zagora_jax.adapter import open_adapter, peft_config, peft_names, peft_shapes, save_adapter, with_adapters_options
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.load import ONE_DEVICE
 from zagora_jax.checkpoints.peft import read_adapter, write_adapter
@@ -81,7 +81,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, model, variant):
 def test_what_is_saved_reads_back(tmp_path, model, variant):
     lora = lora_of(variant)
     base = opened(model, lora)
-    first = load_adapter(written(tmp_path / "first", base, lora), base.model)
+    first = open_adapter(written(tmp_path / "first", base, lora), base.model)
     save_adapter(tmp_path / "second", base.model, first, lora, "base", trained=True)
     assert read_adapter(tmp_path / "second")[1] == read_adapter(tmp_path / "first")[1]
     ours, theirs = read_adapter(tmp_path / "second")[0], read_adapter(tmp_path / "first")[0]
@@ -174,9 +174,9 @@ def test_another_adapters_ranks_are_refused(tmp_path, model):
     adapter = written(tmp_path / "adapter", opened(model, lora), lora)
     other = lora.model_copy(update={"alpha_pattern": None})
     with pytest.raises(UserError, match=r"layers.1.self_attn.q_proj was trained with rank 4, alpha 3, .* of 1.5; "):
-        load_adapter(adapter, opened(model, other).model)
+        open_adapter(adapter, opened(model, other).model)
     with pytest.raises(UserError, match="does not fit the model: 0 tensors missing, 4 without a place"):
-        load_adapter(adapter, opened(model, lora.model_copy(update={"layers": [1], "rank_pattern": None})).model)
+        open_adapter(adapter, opened(model, lora.model_copy(update={"layers": [1], "rank_pattern": None})).model)
 
 
 @pytest.mark.parametrize(
@@ -205,3 +205,43 @@ def test_choices_that_fit_nothing_are_refused(model, options, message):
 def test_options_that_cannot_be_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         LoraConfig(**options)
+
+
+def continued(model, adapter, **lora):
+    from zagora_jax.config import TrainConfig
+
+    return TrainConfig(model=str(model), data=["rows.jsonl"], adapter=adapter, lora=LoraConfig(**lora))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapters_own_settings_become_the_options(tmp_path, model, variant):
+    lora = lora_of(variant)
+    adapter = written(tmp_path / "adapter", opened(model, lora), lora)
+    found = with_adapters_options(continued(model, adapter)).lora
+    targets = sorted(lora.targets) if isinstance(lora.targets, list) else lora.targets
+    assert found == lora.model_copy(update={"targets": targets})
+    assert with_adapters_options(continued(model, adapter, dropout=0.5, rank=4)).lora.dropout == 0.5
+    with pytest.raises(UserError, match=r"--lora.rank is 5, but the adapter in .* has 4; leave the option out"):
+        with_adapters_options(continued(model, adapter, rank=5))
+
+
+def test_training_goes_on_from_an_adapter(tmp_path):
+    import runs
+
+    from zagora_jax.trainer import train
+
+    model = oracles.tiny_llama(tmp_path / "model")
+    lora = lora_of("dora")
+    base = opened(model, lora)
+    adapter = written(tmp_path / "adapter", base, lora)
+    rows = runs.write_rows(tmp_path / "rows.jsonl", 8)
+    config = runs.tiny_config(
+        model, tmp_path / "run", rows, lora=LoraConfig(), adapter=adapter, max_steps=1, learning_rate=1e-3
+    )
+    reporter, printed = runs.recorder()
+    train(config, reporter)
+    assert f"going on from {adapter}" in printed()
+    before, after = read_adapter(adapter)[0], read_adapter(tmp_path / "run" / "adapter")[0]
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():  # Adam's first step is the learning rate at most
+        assert 0 < np.abs(after[name] - tensor).max() <= 1.01e-3, name
