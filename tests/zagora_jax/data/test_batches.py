@@ -251,3 +251,11 @@ def test_weights_reach_their_targets():
     batch = Batches(Examples.of([example]), sequence_length=8, packing=False, micro_batch_size=1).at(0)
     assert batch.weights[0, 0, :5].tolist() == [0, 0.5, 2, 0, 0]
     assert batch.targets[0, 0, 1:3].tolist() == [2, 3]
+
+
+def test_padding_is_known_by_place_where_its_token_is_the_end_token_too():
+    """As of SmolLM2-Instruct, pad = eos = 2: the row's own end is learned, the padding behind it is not."""
+    example = Example(np.array([1, 5, 6, 2], np.int32), np.array([0, 1, 1, 1]), Location("a", 1))
+    batch = Batches(Examples.of([example]), sequence_length=6, packing=False, micro_batch_size=1).at(0)
+    assert batch.targets[0, 0, :3].tolist() == [5, 6, 2]
+    assert batch.weights[0, 0].tolist() == [1, 1, 1, 0, 0, 0]
