@@ -32,6 +32,7 @@ from models.parameters import Frozen, split
 from models.placement import LOCAL, Placement
 from models.remat import LAYER_INPUT, scan_layers
 from models.rope import apply_rope, rope_tables
+from models.stream import StreamedLoop, stream_layers
 from models.vocabulary import look_up
 
 # Attends to q [B, Q, H, D], k and v [B, Q, KV, D] of the present tokens. The second result is whatever the caller
@@ -263,6 +264,68 @@ class Llama(nnx.Module):
         x, _ = self._run(x, context_of, None, remat, offload, placement, exchanged, first_layer)
         return x
 
+    def streamed_hidden_states(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array | None,
+        waiting: jax.Array,
+        *,
+        kernel: str,
+        offload_inputs: bool,
+        dropout_keys: jax.Array | None = None,
+        placement: Placement = LOCAL,
+        exchanged: Any = None,
+    ) -> jax.Array:
+        """Do what `hidden_states` does for all micro-batches of an optimizer step, of a model with streamed layers.
+
+        Args:
+            tokens: int32 [A, B, S]; so are positions and segment_ids.
+            positions: see `hidden_states`.
+            segment_ids: see `hidden_states`.
+            waiting: the streamed layers' frozen parameters, see `models.stream.stream_layers`.
+            kernel: see `hidden_states`.
+            offload_inputs: whether layer inputs wait in host memory for the backward pass.
+            dropout_keys: keys [A, B].
+            placement: its `stream` says which layers are streamed.
+            exchanged: see `hidden_states`.
+
+        Returns:
+            The normalised last hidden states [A, B, S, hidden].
+        """
+        micro_batches, order = len(tokens), placement.stream
+        assert order is not None
+
+        def joined(array: jax.Array | None) -> Any:
+            return None if array is None else array.reshape(-1, *array.shape[2:])
+
+        def apart(array: jax.Array) -> jax.Array:
+            return array.reshape(micro_batches, -1, *array.shape[1:])
+
+        tables = jax.tree.map(apart, rope_tables(joined(positions), self.config.rope, joined(segment_ids)))
+        graph, frozen, adapters = split(self.model.layers)
+        kinds = LayerKinds.of(self.config)
+
+        def layer(x: jax.Array, shared: tuple, frozen: Any, adapters: Any, index: jax.Array) -> jax.Array:
+            tables, segment_ids, keys = shared
+            kind = kinds.of_layer(index)
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+                return attention(q, k, v, segment_ids=segment_ids, kernel=kernel, window=kind.window), None
+
+            keys = _keys_of_layer(keys, index)
+            context = replace(LayerContext(*kind.rotation(*tables), attend, placement, keys), layer=index)
+            return nnx.merge(graph, frozen, adapters)(x, context)[0]
+
+        def open_adapters(trained: tuple[Any, Any]) -> Any:
+            return placement.adapters.layer(*trained, None)[0]
+
+        loop = StreamedLoop(layer, open_adapters, placement.fetch, order, offload_inputs)
+        adapters, exchanged, _ = placement.adapters.begin(adapters, exchanged)
+        x = apart(self._embed(joined(tokens), placement))
+        x = stream_layers(loop, x, (tables, segment_ids, dropout_keys), frozen, waiting, (adapters, exchanged))
+        return x if self.model.norm is None else self.model.norm(x)
+
     def extend(
         self,
         tokens: jax.Array,
@@ -326,9 +389,7 @@ class Llama(nnx.Module):
             x = checkpoint_name(x, LAYER_INPUT)
             index, frozen, adapters, exchanged, layer_inputs = inputs
             context = replace(context_of(kinds.of_layer(index), layer_inputs), layer=index)
-            if context.dropout_keys is not None:
-                layer_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(context.dropout_keys, index)
-                context = replace(context, dropout_keys=layer_keys)
+            context = replace(context, dropout_keys=_keys_of_layer(context.dropout_keys, index))
             adapters, waiting = placement.adapters.layer(adapters, exchanged, waiting)
             x, kept = nnx.merge(graph, frozen, adapters)(x, context)
             return (x, waiting), kept
@@ -337,6 +398,11 @@ class Llama(nnx.Module):
         inputs = (indices, frozen, adapters, exchanged, per_layer)
         (x, _), kept = scan_layers(body, (x, waiting), inputs, remat, offload=offload)
         return x if self.model.norm is None else self.model.norm(x), kept
+
+
+def _keys_of_layer(dropout_keys: jax.Array | None, index: jax.Array) -> jax.Array | None:
+    """Return a layer's own keys [B], made of the rows' keys [B]."""
+    return None if dropout_keys is None else jax.vmap(jax.random.fold_in, in_axes=(0, None))(dropout_keys, index)
 
 
 def linear_modules(model: Llama) -> dict[str, Linear]:

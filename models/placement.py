@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from models.stream import StreamOrder
 from models.vocabulary import WHOLE_VOCABULARY, Vocabulary
 
 Parameters = TypeVar("Parameters")
@@ -71,6 +72,7 @@ class Placement:
         enter: called on the input of layers that are cut along their output; each device's gradient for it is one term
             of a sum, so backwards the terms are added up.
         leave: called on the result of a layer that is cut along its input, one term of a sum: adds up the terms.
+        stream: which layers' frozen parameters wait in host memory, as `models.stream.StreamedStack`s; None: none do.
     """
 
     fetch: Fetch = identity
@@ -79,6 +81,7 @@ class Placement:
     part: Callable[[jax.Array, str, int], jax.Array] = whole
     enter: Callable[[jax.Array], jax.Array] = identity
     leave: Callable[[jax.Array], jax.Array] = identity
+    stream: StreamOrder | None = None
 
 
 LOCAL = Placement()

@@ -45,7 +45,7 @@ class Spread:
             unit: a device's piece of a flat parameter is a multiple of this many elements.
             flat: the logical axis that a flat parameter without parts lies along.
         """
-        self.mesh, self.whole, self.axes = mesh, whole, axes
+        self.mesh, self.whole, self.axes, self.unit, self.flat_axis = mesh, whole, axes, unit, flat
         self.parts = whole.shape[1] if axes[:2] == ("layers", "part") else 1
         self.shape = whole.shape[2:] if axes[:2] == ("layers", "part") else whole.shape[1:]
         self.stored, self.stored_axes = whole.shape, axes
@@ -59,6 +59,13 @@ class Spread:
             self.stored = (-(-whole.shape[0] // devices) * devices, *whole.shape[1:])
         elif axes[:1] == ("layers",) and axes[1:2] != ("part",):
             self.stored_axes = (None,) * len(axes)
+
+    def of_layers(self, layers: int) -> "Spread | None":
+        """Return the Spread of a stack of so many layers; None for 0."""
+        if not layers:
+            return None
+        whole = jax.ShapeDtypeStruct((layers, *self.whole.shape[1:]), self.whole.dtype)
+        return Spread(self.mesh, whole, self.axes, self.unit, self.flat_axis)
 
     @property
     def gathered(self) -> tuple[str, ...]:

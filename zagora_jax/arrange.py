@@ -12,6 +12,7 @@ from zagora_jax.devices import choose_mesh
 from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.pipeline import Balance, Pipeline
+from zagora_jax.streaming import stream_of
 
 
 def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arrangement:
@@ -23,7 +24,8 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     mesh = choose_mesh(config) if mesh is None else mesh
     _check(config, mesh)
     if config.strategy != "layerwise":
-        return Distribution(mesh, model, config.gradient_compression, config.gradient_exchange)
+        stream = stream_of(config, model)
+        return Distribution(mesh, model, config.gradient_compression, config.gradient_exchange, stream)
     balance = Balance(config.balance.threshold, config.balance.patience) if config.balance.threshold else None
     layers = layers_of_stages(config, model, mesh)
     measured = None if config.stage_layers == "auto" else layers
@@ -42,6 +44,16 @@ def _check(config: TrainConfig, mesh: Mesh) -> None:
         raise UserError(
             f"--gradient-exchange {exchange} does not go with --strategy layerwise, whose stages exchange their "
             "gradients as soon as each is done with the step; leave it out"
+        )
+    if config.streamed_weights != "none" and exchange != "synchronous":
+        raise UserError(
+            f"--gradient-exchange {exchange} does not go with --offload.weights, with which a layer's gradients are "
+            "exchanged under the copies of other layers; leave it out"
+        )
+    if config.streamed_weights != "none" and mesh.shape["tensor"] > 1:
+        raise UserError(
+            f"--mesh.tensor {mesh.shape['tensor']} does not go with --offload.weights: use --mesh.fsdp, or --strategy "
+            "streaming, with which every card streams all layers"
         )
     if exchange == "delayed" and mesh.shape["data"] == 1:
         raise UserError(

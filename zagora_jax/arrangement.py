@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models.parameters import Path
+from zagora_jax.checkpoints.load import Destination
 from zagora_jax.data.batches import Batch
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
@@ -82,6 +83,9 @@ class Arrangement(Protocol):
 
     def facts(self) -> dict[str, str]:
         """Say in words what lies where."""
+
+    def load(self, read: Callable[[Destination], nnx.State]) -> Any:
+        """Bring frozen parameters onto the devices: `read` is called with where they go. For steps and evaluations."""
 
     def empty(self, path: Path, declared: Any) -> Any:
         """See `Destination`."""

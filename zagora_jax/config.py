@@ -169,6 +169,12 @@ class OffloadConfig(Options):
         description="Keep the layers' inputs in pinned host memory between the forward and the backward pass; with "
         "remat full or attention.",
     )
+    weights: Literal["none", "all", "auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="none",
+        description="Keep frozen layers in pinned host memory and bring each to the device a layer ahead of its use: "
+        "none, all, a number of layers, or as many as the device's memory needs (auto); with remat full. All "
+        "micro-batches of a step pass through a layer before the next comes, so that more of them cost no more copies.",
+    )
 
 
 class BalanceConfig(Options):
@@ -321,12 +327,12 @@ class TrainConfig(CommandConfig):
         default=0, ge=0, lt=2**32, description="Seed of the adapter's first weights, dropout and the row order."
     )
 
-    strategy: Literal["auto", "fsdp", "replicas", "tensor", "layerwise"] = Field(
+    strategy: Literal["auto", "fsdp", "replicas", "tensor", "layerwise", "streaming"] = Field(
         default="auto",
         description="What the devices that mesh leaves open are for: fsdp (each holds a part of the 4-bit weights, "
         "which are gathered a layer at a time), replicas (each holds all of them), tensor (each computes a part of "
-        "every layer), layerwise (each keeps its own consecutive layers, and micro-batches flow through), or auto, "
-        "which is fsdp.",
+        "every layer), layerwise (each keeps its own consecutive layers, and micro-batches flow through), streaming "
+        "(replicas with offload.weights auto, where that is none), or auto, which is fsdp.",
     )
     mesh: MeshConfig = MeshConfig()
     stage_layers: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
@@ -417,8 +423,21 @@ class TrainConfig(CommandConfig):
             raise ValueError(f"overlap ({self.overlap}) must be below sequence_length ({self.sequence_length})")
         return self
 
+    @property
+    def streamed_weights(self) -> str | int:
+        """The option offload.weights, which strategy streaming makes auto where it would be none."""
+        weights = self.offload.weights
+        return "auto" if self.strategy == "streaming" and weights == "none" else weights
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        if self.streamed_weights != "none" and self.remat != "full":
+            raise ValueError(
+                f"offload.weights and strategy streaming do not go with remat {self.remat}: a streamed layer is "
+                "computed again from its input; use remat full"
+            )
+        if self.streamed_weights != "none" and self.strategy == "layerwise":
+            raise ValueError("offload.weights does not go with strategy layerwise: use fsdp or streaming")
         if self.offload.activations and self.remat in ("nested", "none"):
             raise ValueError(
                 f"offload.activations does not go with remat {self.remat}, which keeps no layer inputs in one stack: "

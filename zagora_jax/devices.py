@@ -42,7 +42,7 @@ def limit_memory(gib: float) -> None:
 
 TAKES_LESS = (
     "What takes less, from cheap to dear: --optimizer adamw_8bit, a smaller --micro-batch-size, --offload.activations "
-    "true, --remat nested, a shorter --sequence-length, a lower --lora.rank"
+    "true, --remat nested, --offload.weights auto, a shorter --sequence-length, a lower --lora.rank"
 )
 
 
@@ -75,6 +75,10 @@ def choose_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None
     return make_mesh(sizes, devices[: math.prod(sizes.values())])
 
 
+# The mesh axis that takes the devices which `mesh` leaves open, by strategy; fsdp for the others.
+_FILLED_AXIS = {"replicas": "data", "streaming": "data", "tensor": "tensor", "layerwise": "stage"}
+
+
 def mesh_sizes(config: TrainConfig, count: int, names: str) -> dict[str, int]:
     """Return the sizes of the mesh's axes on `count` devices, which are called `names` in errors.
 
@@ -86,7 +90,7 @@ def mesh_sizes(config: TrainConfig, count: int, names: str) -> dict[str, int]:
     product = math.prod(sizes.values())
     if product > count:
         raise UserError(f"{asked}: needs {product} devices, but there are {count}: {names}")
-    filled = {"replicas": "data", "tensor": "tensor", "layerwise": "stage"}.get(config.strategy, "fsdp")
+    filled = _FILLED_AXIS.get(config.strategy, "fsdp")
     if sizes.get("stage", 1) > 1 and filled != "stage":
         raise UserError(f"--mesh.stage {sizes['stage']}: stages are for --strategy layerwise")
     if filled not in sizes:

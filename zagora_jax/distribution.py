@@ -17,6 +17,7 @@ from models.parameters import Adapter, Frozen, Path, by_path, split
 from models.placement import Placement
 from models.quantization import parts
 from models.quantization.parts import Segments
+from models.stream import StreamOrder
 from sharding.compiler import compiler_options
 from sharding.compression import Compression
 from sharding.flat import gather
@@ -31,10 +32,11 @@ from sharding.targets import compile_for
 from sharding.tensor import Parts, enter, leave
 from sharding.vocabulary import ShardedVocabulary
 from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
-from zagora_jax.checkpoints.load import set_layer
+from zagora_jax.checkpoints.load import Destination, set_layer
 from zagora_jax.data.batches import Batch
 from zagora_jax.optimizer import QuantizedMoment
 from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
+from zagora_jax.streaming import StreamedDestination, StreamedFrozen, WaitingLayers, streamed_spreads
 from zagora_jax.tensor_parts import tensor_segments
 from zagora_jax.train_state import Pending, TrainState
 from zagora_jax.update import Metrics, Update
@@ -53,12 +55,14 @@ class Distribution:
         model: the declared model.
         compression: how gradients travel.
         exchange: when they do: at once, under the backward pass of other layers, or between replicas a step later.
+        stream: which layers' frozen parameters wait in host memory; None: none do.
     """
 
     mesh: Mesh
     model: Llama
     compression: Compression = "none"
     exchange: GradientExchange = "synchronous"
+    stream: StreamOrder | None = None
 
     @property
     def rows_divisor(self) -> int:
@@ -82,7 +86,8 @@ class Distribution:
     @cached_property
     def placement(self) -> Placement:
         """How the model reaches parameters on this mesh, without gradients."""
-        placement = Placement(fetch=gather, vocabulary=ShardedVocabulary(self.model.config.vocab_size))
+        vocabulary = ShardedVocabulary(self.model.config.vocab_size)
+        placement = Placement(fetch=gather, vocabulary=vocabulary, stream=self.stream)
         if self.segments:
             placement = replace(placement, part=Parts(self.segments).own, enter=enter, leave=leave)
         return placement
@@ -107,10 +112,12 @@ class Distribution:
         """The exchange of one layer's gradients, over axes that have several devices.
 
         Uncompressed, the sum over the shards is the transpose of the adapters' gathers, one a matrix, which the
-        compiler puts under the layer's other computations by itself.
+        compiler puts under the layer's other computations by itself. With streamed layers, adapters are gathered, and
+        their gradients summed, once for all micro-batches.
         """
         replicas = "data" if self.mesh.shape["data"] > 1 else None
-        shards = SHARD_AXES if shard_count(self.mesh) > 1 and self.compression != "none" else None
+        in_backward = self.compression != "none" or self.stream is not None
+        shards = SHARD_AXES if shard_count(self.mesh) > 1 and in_backward else None
         return Exchange(self.compression, replicas, shards, self.model.dtype)
 
     @cached_property
@@ -130,7 +137,13 @@ class Distribution:
             return variable.replace(jax.tree.map(partial(Spread, self.mesh, unit=1, flat="flat_frozen"), value, axes))
 
         declared = by_path(nnx.state(self.model, Frozen))
-        return nnx.from_flat_state([(path, of_variable(v, self._cuts[path])) for path, v in declared.items()])
+        spreads = nnx.from_flat_state([(path, of_variable(v, self._cuts[path])) for path, v in declared.items()])
+        return spreads if self.stream is None else streamed_spreads(spreads, self.stream)
+
+    @cached_property
+    def waiting(self) -> WaitingLayers | None:
+        """The layers that wait in host memory."""
+        return None if self.stream is None else WaitingLayers(self.mesh, self.stream, self.frozen)
 
     @cached_property
     def adapters(self) -> nnx.State:
@@ -201,6 +214,14 @@ class Distribution:
         shape = (self.mesh.size, self.model.config.num_layers, *of_layer.shape)
         axes = ("devices", *(None,) * (len(shape) - 1))
         return Spread(self.mesh, jax.ShapeDtypeStruct(shape, of_layer.dtype), axes)
+
+    def load(self, read: Callable[[Destination], nnx.State]) -> Any:
+        """Bring frozen parameters onto the devices, and streamed layers into host memory."""
+        if self.waiting is None:
+            return read(self)
+        destination = StreamedDestination(self._frozen_by_path, self.waiting, self.whole)
+        parameters = read(destination)
+        return StreamedFrozen(parameters, destination.waiting)
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return the stack of layers of a frozen parameter, spread, without values yet; a `Destination`'s method."""
@@ -321,9 +342,10 @@ class Distribution:
         """Describe the adapters as the step takes them."""
         return jax.tree.map(lambda spread: spread.abstract(), self.adapters)
 
-    def abstract_frozen(self) -> nnx.State:
+    def abstract_frozen(self) -> Any:
         """Describe the frozen parameters as the step takes them."""
-        return jax.tree.map(lambda spread: spread.abstract(), self.frozen)
+        parameters = jax.tree.map(lambda spread: spread.abstract(), self.frozen)
+        return parameters if self.waiting is None else StreamedFrozen(parameters, self.waiting.abstract())
 
     def abstract_batch(self, batch: Batch) -> Batch:
         """Describe a batch as the step takes it."""
@@ -337,9 +359,15 @@ class Distribution:
         mesh = self.mesh.abstract_mesh  # the devices may be absent: see compile_for
         specs = specs_of(arguments)
         mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-        to_sharding = partial(jax.tree.map, partial(NamedSharding, mesh))
+
+        def in_place(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+            return NamedSharding(mesh, leaf.sharding.spec, memory_kind=leaf.sharding.memory_kind)
+
         jitted = jax.jit(
-            mapped, in_shardings=to_sharding(specs), out_shardings=to_sharding(out_specs), donate_argnums=donated
+            mapped,
+            in_shardings=jax.tree.map(in_place, arguments),
+            out_shardings=jax.tree.map(partial(NamedSharding, mesh), out_specs),
+            donate_argnums=donated,
         )
         arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
         options = compiler_options(self.mesh, beside_loops=self.exchange == "delayed")

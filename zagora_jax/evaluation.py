@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from zagora_jax.devices import choose_mesh
 from zagora_jax.errors import UserError
 from zagora_jax.kernels import forward_options
 from zagora_jax.reporting.progress import Reporter
+from zagora_jax.residency import settle_streaming
 from zagora_jax.step import ForwardOptions
 from zagora_jax.tuned import open_tuned
 
@@ -67,12 +69,14 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     tuned = open_tuned(config.run, config.checkpoint)
     options = {"micro_batch_size": config.micro_batch_size, "sequence_length": config.sequence_length}
     run_config = tuned.config.model_copy(update={name: value for name, value in options.items() if value is not None})
-    arrangement = arrange(run_config, tuned.base.model, _mesh_here(run_config))
+    arrangement = arrange(
+        settle_streaming(run_config, tuned.base, reporter.say), tuned.base.model, _mesh_here(run_config)
+    )
     batches = evaluation_batches(run_config, tuned.base, arrangement.rows_divisor, reporter, config.data)
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data and no eval_fraction; give --data")
     with reporter.counting("reading and quantising tensors", tuned.base.tensor_count()) as count:
-        frozen = tuned.base.load(count.advance, arrangement)
+        frozen = arrangement.load(partial(tuned.base.load, count.advance))
     step = compile_evaluation(forward_options(run_config, tuned.base), arrangement, frozen, batches)
     return evaluate(step, arrangement.put_adapters(tuned.adapters), batches.epoch(0))
 

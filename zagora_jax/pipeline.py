@@ -1,6 +1,6 @@
 """A run's arrays cut into stages: each group of devices keeps its own layers, and activations travel between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from sharding.overlap import ExchangeErrors
 from sharding.targets import is_absent
 from zagora_jax.arrangement import CompiledEvaluation, CompiledStep, Recipe, Say, silent
 from zagora_jax.calibration import estimated_costs, measure_costs
-from zagora_jax.checkpoints.load import is_stacked
+from zagora_jax.checkpoints.load import Destination, is_stacked
 from zagora_jax.data.batches import Batch
 from zagora_jax.devices import TAKES_LESS
 from zagora_jax.distribution import Distribution, describe_devices
@@ -101,6 +101,10 @@ class Pipeline:
         """Name the devices and the cut."""
         cut = "to be measured" if self.measures else ", ".join(map(str, self.layers))
         return {"devices": describe_devices(self.mesh), "layers of each stage": cut}
+
+    def load(self, read: Callable[[Destination], nnx.State]) -> nnx.State:
+        """Bring frozen parameters onto the stages' devices."""
+        return read(self)
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return every stage's stack of layers of a frozen parameter, without values yet."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from sharding.group import ALONE, DeviceGroup
 from sharding.layer_exchange import Exchanged
 from sharding.overlap import ExchangeErrors
 from zagora_jax.data.batches import Batch
+from zagora_jax.streaming import StreamedFrozen
 from zagora_jax.train_state import Pending, TrainState, is_spike, next_guard, next_scale, verdict
 from zagora_jax.update import Metrics, Update, as_rows, chosen
 
@@ -81,6 +83,38 @@ def loss_sum(
     return cross_entropy_sum(flat, model.head, targets, weights, vocabulary=placement.vocabulary)
 
 
+def streamed_loss_sum(
+    model: Llama,
+    waiting: jax.Array,
+    batch: Batch,
+    options: ForwardOptions,
+    dropout_keys: jax.Array | None,
+    placement: Placement,
+    exchanged: Exchanged | None = None,
+) -> jax.Array:
+    """Do what `loss_sum` does for all micro-batches (arrays [A, M, S]; dropout keys [A, M]) of a streamed model.
+
+    `waiting`: see `models.stream.stream_layers`.
+    """
+    hidden = model.streamed_hidden_states(
+        batch.tokens,
+        batch.positions,
+        batch.segment_ids if options.segmented else None,
+        waiting,
+        kernel=options.kernel,
+        offload_inputs=options.offload_activations,
+        dropout_keys=dropout_keys,
+        placement=placement,
+        exchanged=exchanged,
+    )
+
+    def add(total: jax.Array, micro_batch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        hidden, targets, weights = (array.reshape(-1, *array.shape[2:]) for array in micro_batch)
+        return total + cross_entropy_sum(hidden, model.head, targets, weights, vocabulary=placement.vocabulary), None
+
+    return jax.lax.scan(add, jnp.float32(0), (hidden, batch.targets, batch.weights))[0]
+
+
 def make_train_step(
     graph: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
@@ -126,6 +160,13 @@ def make_train_step(
         total = loss_sum(model, batch, options, keys, placement, Exchanged(errors, earlier))
         return total * scale, total
 
+    def streamed_loss(
+        adapters: nnx.State, errors: ExchangeErrors, frozen: StreamedFrozen, batch: Batch, keys: Any, scale: Any
+    ) -> Any:
+        model = nnx.merge(graph, frozen.parameters, adapters)
+        total = streamed_loss_sum(model, frozen.waiting, batch, options, keys, placement, Exchanged(errors))
+        return total * scale, total
+
     # The "gradient" of the residuals is the new residuals: see sharding.overlap.
     differentiated = jax.grad(micro_batch_loss, argnums=(0, 1), has_aux=True)
 
@@ -139,6 +180,14 @@ def make_train_step(
         """
         rows, indices = batch.tokens.shape[1], jnp.arange(len(batch.tokens))
         own = jax.tree.map(lambda row: row[0], state.residuals)
+        if placement.stream is not None:
+            keys_of = partial(row_keys, dropout_seed, state.step, first=group.first_row(rows), rows=rows)
+            keys = jax.vmap(keys_of)(indices)
+            scattered = own._replace(reduced=None)
+            (gradients, errors), total = jax.grad(streamed_loss, argnums=(0, 1), has_aux=True)(
+                state.adapters, scattered, frozen, batch, keys, scale
+            )
+            return gradients, total, errors._replace(reduced=own.reduced), total
 
         def of_micro_batch(
             index: jax.Array, micro_batch: Batch, errors: ExchangeErrors, earlier: Any, placement: Placement
@@ -220,7 +269,11 @@ def make_evaluation_step(
 ) -> Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, jax.Array]]:
     """Build the function (adapters, frozen, batch [A, M, S]) -> (loss sum, sum of weights), without dropout."""
 
-    def evaluate(adapters: nnx.State, frozen: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def evaluate(adapters: nnx.State, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        if placement.stream is not None:
+            model = nnx.merge(graph, frozen.parameters, adapters)
+            total = streamed_loss_sum(model, frozen.waiting, batch, options, None, placement)
+            return group.total(total), group.total(batch.weights.sum())
         model = nnx.merge(graph, frozen, adapters)
 
         def add(total: jax.Array, micro_batch: Batch) -> tuple[jax.Array, None]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import CompiledStep, Recipe
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.background import BackgroundWriter, copy_to_host
+from zagora_jax.checkpoints.load import Destination
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
@@ -33,6 +35,7 @@ from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
+from zagora_jax.residency import settle_streaming
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
@@ -91,7 +94,7 @@ class _Run:
             seed=config.seed,
         )
         _, self.declared_frozen, self.declared_adapters = split(self.base.model)
-        self.arrangement = arrange(config, self.base.model)
+        self.arrangement = arrange(settle_streaming(config, self.base, reporter.say), self.base.model)
         self.options = forward_options(config, self.base)
         self.batches = training_batches(config, self.base, self.arrangement.rows_divisor, reporter)
         self.eval_batches = evaluation_batches(config, self.base, self.arrangement.rows_divisor, reporter)
@@ -194,14 +197,18 @@ class _Run:
             "run directory": str(self.directory.path),
         }
 
-    def _load(self) -> nnx.State:
+    def _load(self) -> Any:
         with self.reporter.counting("reading and quantising tensors", self.base.tensor_count()) as count:
             if self.saved is not None or self.first_adapter is not None or not self.config.lora.use_dora:
-                return self.base.load(count.advance, self.arrangement)
-            measured = RowLengths(self.arrangement, self.base.model)
-            frozen = self.base.load(count.advance, measured)
-            self.row_lengths = measured.of_modules
-            return frozen
+                return self.arrangement.load(partial(self.base.load, count.advance))
+
+            def read(destination: Destination) -> nnx.State:
+                measured = RowLengths(destination, self.base.model)
+                frozen = self.base.load(count.advance, measured)
+                self.row_lengths = measured.of_modules
+                return frozen
+
+            return self.arrangement.load(read)
 
     def _new_state(self) -> TrainState:
         """Return the whole state before the first step, on one device."""

@@ -20,7 +20,8 @@ from zagora_jax.train_state import TrainState, initial_state
 def compile_planned(config: TrainConfig, mesh: Mesh, base: BaseModel | None = None) -> CompiledStep:
     """Compile the step that `config` would train with, its sequences of full length, for a mesh of any devices.
 
-    With `sharding.targets.absent_devices` in the mesh it cannot run.
+    With `sharding.targets.absent_devices` in the mesh it cannot run. Where offload.weights is auto,
+    all layers are streamed.
 
     Raises:
         UserError: what the same configuration would be refused for in training, but for its data.

@@ -1,0 +1,336 @@
+"""The loop over layers whose frozen weights wait in host memory, with its backward pass written out.
+
+The layers that wait in host memory come to the device one ahead of their use, under the computation of the layer before
+them, forwards and backwards. In between stand layers that are resident on the device, whose computation gives the link
+more time. `jax.checkpoint` over `lax.scan` cannot say this: a weight brought in ahead would have to be part of the
+loop's carry, which the backward pass would then keep of every layer.
+
+All micro-batches of an optimizer step pass through a layer before the next one is brought in (layer-major order), so
+that the weights cross the link twice a step, however many micro-batches there are. Of each layer its inputs are kept,
+on the device or in host memory; the rest of the layer is computed again.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+# Streamed layers in a group: an even number, so that the two buffers they alternate between are the same in every turn
+# of the loop. With an odd number XLA copies a whole layer's codes at the end of each turn.
+_STREAMED_IN_A_GROUP = (2, 4)
+_LARGEST_GROUP = 6  # a group's layers are unrolled, so this bounds the program's size
+
+# One layer: (x, shared, frozen, adapters, index) -> x, for one micro-batch.
+Layer = Callable[[jax.Array, Any, Any, Any, jax.Array], jax.Array]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["resident"], meta_fields=["shape", "dtype", "start"])
+@dataclass(frozen=True)
+class StreamedStack:
+    """A stack of L layers of an array, of which some are streamed: those lie in the waiting layers, as bytes.
+
+    Attributes:
+        resident: [L - K, *shape] on the device; None where all layers are streamed.
+        shape: of one layer's array, as a device holds it.
+        dtype: of the array.
+        start: the array's first byte in a waiting layer.
+    """
+
+    resident: Any
+    shape: tuple[int, ...]
+    dtype: Any
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The byte behind the array's last one in a waiting layer."""
+        return self.start + math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def of_waiting(self, layer: jax.Array) -> jax.Array:
+        """Cut the array out of a waiting layer uint8[bytes]."""
+        data = layer[self.start : self.end]
+        width = jnp.dtype(self.dtype).itemsize
+        elements = data.reshape(self.shape) if width == 1 else data.reshape(*self.shape, width)
+        return lax.bitcast_convert_type(elements, self.dtype)
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """Which of L layers wait in host memory: `lead` resident ones, then `groups` times `streamed` and `resident` ones.
+
+    Within a group the resident layers are spread between the streamed ones.
+    """
+
+    lead: int
+    groups: int
+    streamed: int
+    resident: int
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether each layer of a group is streamed."""
+        kinds: list[bool] = []
+        for place in range(self.streamed):
+            share = self.resident * (place + 1) // self.streamed - self.resident * place // self.streamed
+            kinds += [True] + [False] * share
+        return tuple(kinds)
+
+    @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        """Whether each of the L layers is streamed."""
+        return (False,) * self.lead + self.kinds * self.groups
+
+    def place(self, layer: int) -> tuple[bool, int]:
+        """Return whether a layer is streamed, and its place among those of its kind."""
+        kinds = self.layer_kinds
+        return kinds[layer], kinds[:layer].count(kinds[layer])
+
+    @property
+    def streamed_layers(self) -> int:
+        """K, the number of layers in host memory."""
+        return self.groups * self.streamed
+
+
+def stream_order(layers: int, streamed: int) -> StreamOrder:
+    """Spread `streamed` of `layers` layers as evenly as groups allow.
+
+    Raises:
+        ValueError: there are not so many layers, or no group of the sizes that are compiled gives this number.
+    """
+    if not 1 <= streamed <= layers:
+        raise ValueError(f"{streamed} of {layers} layers cannot wait in host memory")
+    orders = [
+        StreamOrder(layers - groups * (size + resident), groups, size, resident)
+        for size in (*_STREAMED_IN_A_GROUP, 1)
+        if streamed % size == 0
+        for groups in [streamed // size]
+        for resident in range(_LARGEST_GROUP - size + 1)
+        if groups * (size + resident) <= layers
+    ]
+    # The fewest layers in front; among equals the smallest group, but one that alternates between two buffers.
+    return min(orders, key=lambda order: (order.lead, order.streamed == 1, order.streamed + order.resident))
+
+
+class _Place(NamedTuple):
+    """Where a layer's parameters stand: the layer's number among all, and among the streamed or the resident ones."""
+
+    layer: jax.Array
+    of_kind: jax.Array
+
+
+@dataclass(frozen=True)
+class StreamedLoop:
+    """What the loop is made of: nothing here is an array.
+
+    Attributes:
+        layer: computes one layer for one micro-batch.
+        open_adapters: brings a layer's trained parameters together, once for all micro-batches.
+        fetch_layer: brings a layer's frozen parameters together where there are several micro-batches; with one, the
+            layer fetches each by itself.
+        order: which layers are streamed.
+        offload_inputs: whether layer inputs wait in host memory.
+    """
+
+    layer: Layer
+    open_adapters: Callable[[Any], Any]
+    fetch_layer: Callable[[Any], Any]
+    order: StreamOrder
+    offload_inputs: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def stream_layers(
+    loop: StreamedLoop, x: jax.Array, shared: Any, frozen: Any, waiting: jax.Array, trained: Any
+) -> jax.Array:
+    """Run all micro-batches through all layers.
+
+    Args:
+        loop: how.
+        x: [A, ...], the first layer's inputs of A micro-batches.
+        shared: arrays [A, ...] that every layer gets; they have no gradient.
+        frozen: arrays [L, ...], or StreamedStacks in the loop's order, without a gradient.
+        waiting: uint8 [K, bytes] in host memory, the streamed layers.
+        trained: arrays [L, ...].
+
+    Returns:
+        The last layer's results [A, ...].
+    """
+    return _forward(loop, x, shared, frozen, waiting, trained)[0]
+
+
+def is_streamed_stack(node: Any) -> bool:
+    """Tell whether a node of a pytree is a StreamedStack."""
+    return isinstance(node, StreamedStack)
+
+
+def _at(stack: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), stack)
+
+
+def _in_host_memory(waiting: jax.Array) -> jax.Array:
+    """Return the array as it is. Under shard_map JAX does not know where it is: this says it."""
+    return jax.device_put(waiting, HOST)
+
+
+def _bring(waiting: jax.Array, place: jax.Array) -> jax.Array:
+    """Copy a waiting layer to the device, uint8 [bytes]; all of it at once, as XLA runs one copy at a time."""
+    return jax.device_put(_at(waiting, place), DEVICE)
+
+
+def _layer_of(frozen: Any, place: _Place, brought: jax.Array | None) -> Any:
+    """Return one layer's frozen parameters: with `brought` of a streamed layer, without of a resident one."""
+
+    def of_node(node: Any) -> Any:
+        if not is_streamed_stack(node):
+            return _at(node, place.layer)
+        return _at(node.resident, place.of_kind) if brought is None else node.of_waiting(brought)
+
+    return jax.tree.map(of_node, frozen, is_leaf=is_streamed_stack)
+
+
+def _run(loop: StreamedLoop, x: jax.Array, shared: Any, frozen: Any, adapters: Any, index: jax.Array) -> jax.Array:
+    """Run every micro-batch through one layer."""
+    if len(x) == 1:
+        return loop.layer(x[0], _first(shared), frozen, adapters, index)[None]
+    whole = loop.fetch_layer(frozen)
+    return lax.map(lambda of_rows: loop.layer(of_rows[0], of_rows[1], whole, adapters, index), (x, shared))
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda array: array[0], tree)
+
+
+def _put_aside(loop: StreamedLoop, x: jax.Array) -> jax.Array:
+    return jax.device_put(x, HOST) if loop.offload_inputs else x
+
+
+def _take_back(loop: StreamedLoop, x: jax.Array) -> jax.Array:
+    return jax.device_put(x, DEVICE) if loop.offload_inputs else x
+
+
+def _places(order: StreamOrder, group: jax.Array) -> list[_Place]:
+    """Return where the layers of a group stand."""
+    places, streamed, resident = [], group * order.streamed, order.lead + group * order.resident
+    first = order.lead + group * len(order.kinds)
+    for offset, is_streamed in enumerate(order.kinds):
+        places.append(_Place(first + offset, streamed if is_streamed else resident))
+        streamed, resident = streamed + is_streamed, resident + (not is_streamed)
+    return places
+
+
+def _forward(
+    loop: StreamedLoop, x: jax.Array, shared: Any, frozen: Any, waiting: jax.Array, trained: Any
+) -> tuple[jax.Array, Any]:
+    order = loop.order
+    last = order.streamed_layers - 1
+    waiting = _in_host_memory(waiting)
+
+    def run(x: jax.Array, place: _Place, brought: jax.Array | None) -> jax.Array:
+        adapters = loop.open_adapters(_at(trained, place.layer))
+        return _run(loop, x, shared, _layer_of(frozen, place, brought), adapters, place.layer)
+
+    def lead(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return run(x, _Place(index, index), None), _put_aside(loop, x)
+
+    def group(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[tuple, list[jax.Array]]:
+        x, ahead = carry
+        inputs = []
+        for place, is_streamed in zip(_places(order, number), order.kinds, strict=True):
+            inputs.append(_put_aside(loop, x))
+            if is_streamed:
+                # Not before x is there: then the layer before the present one is done with its buffer.
+                following, x = lax.optimization_barrier((jnp.minimum(place.of_kind + 1, last), x))
+                brought, ahead = ahead, _bring(waiting, following)
+                x = run(x, place, brought)
+            else:
+                x = run(x, place, None)
+        return (x, ahead), inputs
+
+    ahead = _bring(waiting, jnp.int32(0))
+    x, lead_inputs = lax.scan(lead, x, jnp.arange(order.lead)) if order.lead else (x, None)
+    (x, ahead), inputs = lax.scan(group, (x, ahead), jnp.arange(order.groups))
+    # The backward pass begins with the layer that is on the device now, the last streamed one.
+    return x, (lead_inputs, inputs, ahead, shared, frozen, waiting, trained)
+
+
+def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.Array, Any, Any, Any, Any]:
+    lead_inputs, inputs, ahead, shared, frozen, waiting, trained = kept
+    order = loop.order
+    waiting = _in_host_memory(waiting)
+
+    def gradients_of(x: jax.Array, gradient: jax.Array, place: _Place, brought: jax.Array | None) -> tuple:
+        layer_frozen = _layer_of(frozen, place, brought)
+        adapters, close = jax.vjp(loop.open_adapters, _at(trained, place.layer))
+        gradient, of_adapters = _gradients(loop, x, gradient, shared, layer_frozen, adapters, place.layer)
+        return gradient, close(of_adapters)[0]
+
+    def put(gradients: Any, of_layer: Any, index: jax.Array) -> Any:
+        return jax.tree.map(lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, index, 0), gradients, of_layer)
+
+    def group(carry: tuple, of_group: tuple[jax.Array, list[jax.Array]]) -> tuple[tuple, None]:
+        gradient, gradients, ahead = carry
+        number, inputs = of_group
+        for place, is_streamed, x in reversed(list(zip(_places(order, number), order.kinds, inputs, strict=True))):
+            brought = None
+            if is_streamed:
+                before, gradient = lax.optimization_barrier((jnp.maximum(place.of_kind - 1, 0), gradient))
+                brought, ahead = ahead, _bring(waiting, before)
+            gradient, of_layer = gradients_of(_take_back(loop, x), gradient, place, brought)
+            gradients = put(gradients, of_layer, place.layer)
+        return (gradient, gradients, ahead), None
+
+    def lead(carry: tuple, of_layer: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        gradient, gradients = carry
+        index, x = of_layer
+        gradient, of_layer = gradients_of(_take_back(loop, x), gradient, _Place(index, index), None)
+        return (gradient, put(gradients, of_layer, index)), None
+
+    gradients = jax.tree.map(jnp.zeros_like, trained)
+    carry = (gradient, gradients, ahead)
+    (gradient, gradients, _), _ = lax.scan(group, carry, (jnp.arange(order.groups), inputs), reverse=True)
+    if order.lead:
+        indices = jnp.arange(order.lead)
+        (gradient, gradients), _ = lax.scan(lead, (gradient, gradients), (indices, lead_inputs), reverse=True)
+    nothing = functools.partial(jax.tree.map, no_gradient)
+    return gradient, nothing(shared), nothing(frozen), nothing(waiting), gradients
+
+
+stream_layers.defvjp(_forward, _backward)
+
+
+def _gradients(
+    loop: StreamedLoop, x: jax.Array, gradient: jax.Array, shared: Any, frozen: Any, adapters: Any, index: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Return the gradients of one layer's inputs [A, ...], and of its adapters summed over the micro-batches."""
+
+    def pull(x: jax.Array, shared: Any, gradient: jax.Array, frozen: Any) -> tuple[jax.Array, Any]:
+        _, backward = jax.vjp(lambda x, adapters: loop.layer(x, shared, frozen, adapters, index), x, adapters)
+        return backward(gradient)
+
+    if len(x) == 1:
+        of_x, of_adapters = pull(x[0], _first(shared), gradient[0], frozen)
+        return of_x[None], of_adapters
+    whole = loop.fetch_layer(frozen)
+
+    def accumulate(total: Any, inputs: tuple[jax.Array, Any, jax.Array]) -> tuple[Any, jax.Array]:
+        of_x, of_adapters = pull(*inputs, whole)
+        return jax.tree.map(lambda sum_, one: sum_ + one.astype(sum_.dtype), total, of_adapters), of_x
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), adapters)
+    total, of_x = lax.scan(accumulate, zeros, (x, shared, gradient))
+    return of_x, jax.tree.map(lambda sum_, leaf: sum_.astype(leaf.dtype), total, adapters)
+
+
+def no_gradient(leaf: jax.Array) -> Any:
+    """Return the gradient of what has none, as `jax.custom_vjp` wants it."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.zeros_like(leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)

@@ -1,0 +1,61 @@
+"""What a step with streamed layers does, read from the program compiled for RTX 4090s that are not there."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+from absent_gpus import needs_plugin
+
+from sharding.program import memory
+from sharding.targets import absent_devices
+from zagora_jax.command_line import parse
+from zagora_jax.config import TrainConfig
+from zagora_jax.devices import choose_mesh
+from zagora_jax.planning import compile_planned_step
+
+pytestmark = needs_plugin
+
+LAYERS = 24
+LAYER_CODES = (2 * 2048 * 2048 + 2 * 256 * 2048 + 3 * 5632 * 2048) // 2  # bytes, of TinyLlama
+# With attention's tables and norms, a layer is some 100 instructions; all that computes stands between the two ends.
+COMPUTING = re.compile(r" (fusion|custom-call|while)\(")
+
+
+def waits(compiled: jax.stages.Compiled) -> list[int]:
+    """For each copy of a waiting layer out of host memory in a loop: the computations scheduled under it."""
+    found = []
+    for computation in re.split(r"\n(?=%|ENTRY)", compiled.as_text()):
+        if computation.startswith("ENTRY"):
+            continue
+        lines = computation.splitlines()
+        for start, line in enumerate(lines):
+            copy = re.match(r"\s+%(dynamic-slice-start\S*) = \(\(u8\[\d+,\d+\]\{1,0:S\(5\)\}", line)
+            if copy:
+                end = next(n for n, other in enumerate(lines) if re.search(rf"-done\(%{re.escape(copy[1])}\)", other))
+                found.append(sum(bool(COMPUTING.search(between)) for between in lines[start:end]))
+    return found
+
+
+def compiled(*options: str) -> jax.stages.Compiled:
+    config = parse(
+        TrainConfig,
+        [
+            *("--model", f"synthetic:tinyllama-1.1b?layers={LAYERS}", "--lora.targets", "[q_proj, down_proj]"),
+            *("--sequence-length", "480", "--gradient-accumulation-steps", "1", "--attention", "chunked"),
+            *("--offload.activations", "true", "--mesh.data", "4", *options),
+        ],
+    )
+    return compile_planned_step(config, choose_mesh(config, absent_devices("rtx4090", 4)))
+
+
+def test_a_streamed_layer_is_copied_under_the_computation_of_the_one_before():
+    program, resident = compiled("--offload.weights", "all"), compiled()
+    # Two layers a turn of the loop, forwards and backwards.
+    assert len(waits(program)) == 4
+    assert min(waits(program)) >= 10
+    assert not waits(resident)
+    # Of LAYERS, two layers' codes stay on the device, and what is cut out of one of them to be dequantised.
+    freed = memory(resident).peak - memory(program).peak
+    assert freed > (LAYERS - 4) * LAYER_CODES
+    assert memory(program).host_peak > LAYERS * LAYER_CODES

@@ -1,0 +1,208 @@
+"""Frozen parameters whose layers wait in pinned host memory: how they are laid out, filled and handed to the step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.llama import Llama
+from models.parameters import Path
+from models.stream import StreamedStack, StreamOrder, stream_order
+from sharding.rules import named_sharding
+from sharding.spread import Spread
+from zagora_jax.config import TrainConfig
+from zagora_jax.errors import UserError
+
+PINNED = "pinned_host"
+ALIGNMENT = 256  # bytes: what a GPU's vector loads and copies like best
+
+# A waiting layer is laid out as the flat parameters are: a part for each device of "fsdp".
+AXES = ("layers", "flat")
+
+
+def stream_of(config: TrainConfig, model: Llama) -> StreamOrder | None:
+    """Return which layers `offload.weights` streams; "auto", which depends on the devices, as "all".
+
+    Raises:
+        UserError: more layers than the model has.
+    """
+    asked, layers = config.streamed_weights, model.config.num_layers
+    if asked == "none":
+        return None
+    try:
+        return stream_order(layers, asked if isinstance(asked, int) else layers)
+    except ValueError as error:
+        raise UserError(f"--offload.weights {asked}: the model has {layers} layers") from error
+
+
+class StreamedFrozen(NamedTuple):
+    """The frozen parameters of a model with streamed layers, as the step takes them.
+
+    Attributes:
+        parameters: the model's state; parameters of layers that are worth it are `StreamedStack`s.
+        waiting: uint8 [K, devices * bytes] in pinned host memory, the streamed layers' part of those.
+    """
+
+    parameters: nnx.State
+    waiting: Any
+
+
+class StreamedSpread:
+    """How the stack of layers of one flat array is spread: as a `Spread`, but for the streamed layers.
+
+    Attributes:
+        whole: shape and dtype of the whole array [L, ...].
+        start: the first byte of a device's part in a waiting layer.
+    """
+
+    def __init__(self, spread: Spread, order: StreamOrder, start: int):
+        """Describe the streamed form of `spread`."""
+        self.whole, self.order, self.start = spread.whole, order, start
+        self._one = spread
+        self.resident = spread.of_layers(len(order.layer_kinds) - order.streamed_layers)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that a device holds of the resident layers."""
+        return self.resident.device_bytes if self.resident else 0
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """The shape of a device's part of one layer."""
+        return self._one.sharding.shard_shape(self._one.stored)[1:]
+
+    def wrap(self, resident: Any) -> Any:
+        """Put the array of resident layers, None where there are none, into the step's form."""
+        stack = StreamedStack(resident, self.layer_shape, self.whole.dtype, self.start)
+        return self._one.wrap(stack)
+
+    @property
+    def end(self) -> int:
+        """The byte behind a device's part in a waiting layer."""
+        return StreamedStack(None, self.layer_shape, self.whole.dtype, self.start).end
+
+    def abstract(self) -> Any:
+        """Return the step's form, with a ShapeDtypeStruct for the array."""
+        return self.wrap(self.resident and self.resident.abstract().array)
+
+    def zeros(self) -> Any:
+        """Return the step's form, filled with zeros in place."""
+        return self.wrap(self.resident and self.resident.zeros().array)
+
+    def put_layer(self, array: jax.Array | np.ndarray) -> jax.Array:
+        """Spread the array of one layer."""
+        return self._one.put_layer(array).array
+
+
+def streamed_spreads(spreads: Any, order: StreamOrder) -> Any:
+    """Replace those Spreads in a pytree that are worth it by StreamedSpreads, their parts one behind the other.
+
+    Codes, first-level scales and unquantised matrices are. Second-level scales are some thousandth of the whole.
+    """
+    end = 0
+
+    def of_leaf(spread: Spread) -> Spread | StreamedSpread:
+        nonlocal end
+        if not spread.flat or spread.axes[-1] == "groups":
+            return spread
+        streamed = StreamedSpread(spread, order, start=-(-end // ALIGNMENT) * ALIGNMENT)
+        end = streamed.end
+        return streamed
+
+    return jax.tree.map(of_leaf, spreads)
+
+
+class WaitingLayers:
+    """The streamed layers in pinned host memory."""
+
+    def __init__(self, mesh: Mesh, order: StreamOrder, spreads: Any):
+        """Describe the waiting layers of a pytree of spreads."""
+        self.mesh, self.order = mesh, order
+        ends = [spread.end for spread in jax.tree.leaves(spreads) if isinstance(spread, StreamedSpread)]
+        self.device_bytes = -(-max(ends) // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[K, devices * bytes]."""
+        return self.order.streamed_layers, self.device_bytes * self.mesh.shape["fsdp"]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for one device."""
+        return self.order.streamed_layers * self.device_bytes
+
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """Describe the array to the compiler; the devices may be absent."""
+        # Absent devices have no memories: over a mesh of them, a sharding would silently drop its memory kind.
+        spec = named_sharding(self.mesh, AXES).spec
+        sharding = NamedSharding(self.mesh.abstract_mesh, spec, memory_kind=PINNED)
+        return jax.ShapeDtypeStruct(self.shape, jnp.uint8, sharding=sharding)
+
+    def zeros(self) -> jax.Array:
+        """Return an array of zeros, made in host memory."""
+        sharding = named_sharding(self.mesh, AXES).with_memory_kind(PINNED)
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            return np.zeros(
+                [len(range(*cut.indices(size))) for cut, size in zip(index, self.shape, strict=True)], np.uint8
+            )
+
+        return jax.make_array_from_callback(self.shape, sharding, part)
+
+
+class StreamedDestination:
+    """Where a checkpoint's parameters go: the streamed layers' to `waiting`, the others where `resident` puts them."""
+
+    def __init__(self, spreads: dict[Path, Any], waiting: WaitingLayers, whole: Callable[[Path, Any], Any]):
+        """Make room. `whole` brings a parameter that is not stacked into its form."""
+        self._spreads, self.whole = spreads, whole
+        self.waiting = waiting.zeros()
+
+    def empty(self, path: Path, declared: Any) -> Any:
+        """Return the stack of a parameter, without values yet."""
+        return jax.tree.map(lambda spread: spread.zeros(), self._spreads[path])
+
+    def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
+        """Return the stack with one layer's value in its place, be it here or among the waiting layers."""
+
+        def set_array(spread: Spread | StreamedSpread, stored: Any, array: jax.Array) -> Any:
+            if not isinstance(spread, StreamedSpread):
+                return jax.tree.map(lambda all_, one: _set(all_, one, layer), stored, spread.put_layer(array))
+            part = spread.put_layer(array)
+            is_streamed, place = spread.order.place(layer)
+            if is_streamed:
+                self.waiting = _set_waiting(self.waiting.sharding)(self.waiting, part, place, spread.start)
+                return stored
+            return spread.wrap(_set(stored.array.resident, part, place))
+
+        return jax.tree.map(set_array, self._spreads[path], stack, value)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set(stack: jax.Array, value: jax.Array, place: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, value, place, 0)
+
+
+@functools.cache
+def _set_waiting(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    """Return the function that puts a layer's part of an array among the waiting layers, which are donated."""
+    host = jax.memory.Space.Host
+    rows, flat = sharding.spec, PartitionSpec(sharding.spec[1])
+
+    def of_device(waiting: jax.Array, part: jax.Array, place: jax.Array, start: jax.Array) -> jax.Array:
+        if part.dtype != jnp.uint8:
+            part = jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(-1)
+        waiting, part = jax.device_put(waiting, host), jax.device_put(part[None], host)
+        return jax.lax.dynamic_update_slice(waiting, part, (place, start))
+
+    everywhere = PartitionSpec()
+    mapped = jax.shard_map(
+        of_device, mesh=sharding.mesh, in_specs=(rows, flat, everywhere, everywhere), out_specs=rows, check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0, out_shardings=sharding)
