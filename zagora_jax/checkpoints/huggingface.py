@@ -12,11 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zagora_jax.checkpoints.bitsandbytes import unpack_bitsandbytes
-from zagora_jax.checkpoints.block_fp8 import unpack_block_fp8
 from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
 from zagora_jax.checkpoints.json_files import parse_json_object, read_json_object, read_regular_file
-from zagora_jax.checkpoints.packed import PackedTensor, read_quantization
+from zagora_jax.checkpoints.packed import PackedTensor, Quantization, read_quantization
 from zagora_jax.checkpoints.safetensors_file import read_header, read_rows, read_tensor
 from zagora_jax.errors import UserError
 
@@ -43,8 +41,6 @@ TEMPLATE_DIRECTORY = "additional_chat_templates"
 # Tables of older files that the config determines: never read, quantised or exported.
 _IGNORED_TENSOR = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 _PICKLED = re.compile(r".*\.(bin|pth|pt|ckpt)")
-# By quant_method of config.json.
-_UNPACK = {"bitsandbytes": unpack_bitsandbytes, "fp8": unpack_block_fp8}
 _WEIGHT_DTYPES = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 
 _HOW_TO_CONVERT = (
@@ -80,7 +76,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         tensors = {tensor: info for tensor, info in found.items() if tensor not in ignored}
         packed: dict[str, PackedTensor] = {}
         if (quantization := read_quantization(directory / "config.json", config)) is not None:
-            tensors, packed = _UNPACK[quantization.method](quantization, tensors)
+            tensors, packed = _unpack(quantization, tensors)
         _check_dtypes(tensors)
         tensors |= {name: weight.info for name, weight in packed.items()}
         return cls(
@@ -117,6 +113,19 @@ class HuggingFaceCheckpoint(Checkpoint):
     def layout(self) -> dict[str, str]:
         """The file of each tensor, relative to the directory."""
         return {name: info.file.relative_to(self.path).as_posix() for name, info in self.tensors.items()}
+
+
+def _unpack(
+    quantization: Quantization, tensors: dict[str, TensorInfo]
+) -> tuple[dict[str, TensorInfo], dict[str, PackedTensor]]:
+    """Tell plain tensors from those that make up packed weights; what it imports needs jax, which others do without."""
+    if quantization.method == "bitsandbytes":
+        from zagora_jax.checkpoints.bitsandbytes import unpack_bitsandbytes
+
+        return unpack_bitsandbytes(quantization, tensors)
+    from zagora_jax.checkpoints.block_fp8 import unpack_block_fp8
+
+    return unpack_block_fp8(quantization, tensors)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
