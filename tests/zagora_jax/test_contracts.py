@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -20,7 +21,7 @@ import models.llama
 import zagora_jax.distribution
 import zagora_jax.step
 from models.cross_entropy import CHUNK_TOKENS, cross_entropy_sum
-from sharding.flat import FlatShard, unflatten
+from sharding.flat import FlatShard, gather, unflatten
 from sharding.program import Buffer, Collective, buffers, collectives, memory
 from sharding.targets import absent_devices
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
@@ -100,6 +101,37 @@ def broken() -> Program:
         return Program("--mesh.fsdp", "4", "--remat", "none", offload=False)
 
 
+@pytest.fixture(scope="module")
+def tensor() -> Program:
+    return Program("--mesh.fsdp", "2", "--mesh.tensor", "2")
+
+
+@pytest.fixture(scope="module")
+def broken_tensor() -> Program:
+    """The same step, but weights come from all devices, and each projection's input has a gradient to sum."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zagora_jax.distribution, "gather", gather_from_all)
+        patch.setattr(models.llama.SelfAttention, "_project", project_one_by_one)
+        return Program("--mesh.fsdp", "2", "--mesh.tensor", "2")
+
+
+def gather_from_all(parameters):
+    """`sharding.flat.gather`, but the parts of other devices along tensor come too."""
+
+    def whole(leaf):
+        if not isinstance(leaf, FlatShard) or "tensor" in leaf.axes:
+            return gather(leaf)
+        parts = lax.all_gather(leaf.array, ("tensor", *leaf.axes), tiled=True).reshape(lax.axis_size("tensor"), -1)
+        return unflatten(replace(leaf, array=parts[lax.axis_index("tensor")]))
+
+    return jax.tree.map(whole, parameters, is_leaf=lambda leaf: isinstance(leaf, FlatShard))
+
+
+def project_one_by_one(self, x, context):
+    enter, keys = context.placement.enter, context.dropout_keys
+    return [projection(enter(x), context.placement, keys) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+
+
 def gather_as_floats(parameters):
     """`sharding.flat.gather`, but what travels is as wide as a weight."""
 
@@ -141,6 +173,31 @@ def test_only_codes_scales_and_adapters_cross_in_a_layer(fsdp: Program, broken: 
     foreign = foreign_to_layers(broken)
     assert {("all-gather", "bf16", size) for size in CODES} <= foreign
     assert ("all-gather", "bf16", DEVICES * TOKENS * HIDDEN) in foreign
+
+
+def across_tensor(program: Program) -> Counter[tuple]:
+    """What crosses in layers between devices that differ along tensor: kind, dtype, and shape or elements."""
+    return Counter(
+        (c.kind, c.dtype, c.shape if c.kind == "all-reduce" else math.prod(c.shape))
+        for c in program.in_layers
+        if "tensor" in (c.axes or ())
+    )
+
+
+def test_tensor_parallel_layers_exchange_sums_of_activations_and_no_weights(
+    tensor: Program, broken_tensor: Program
+) -> None:
+    # Forward a sum behind attention's output and one behind down; backward attention's again, which the feed-forward
+    # block is computed from again, and one of the gradient of each block's input.
+    sums = ("all-reduce", "bf16", (1, TOKENS, HIDDEN))
+    of_adapters = {(kind, "bf16", size) for kind in ("all-gather", "reduce-scatter") for size in ADAPTERS}
+    found, broken = across_tensor(tensor), across_tensor(broken_tensor)
+    assert found[sums] == 5
+    assert found.keys() - {sums} == of_adapters
+    of_parts = {math.prod(c.shape) for c in tensor.in_layers if c.axes == ("fsdp",) and c.dtype == "u8"}
+    assert of_parts == {size // 2 for size in CODES | SCALES}
+    assert broken[sums] == 7
+    assert {("all-gather", "u8", size) for size in CODES} <= broken.keys()
 
 
 def unbounded_activations(program: Program) -> list[Collective]:

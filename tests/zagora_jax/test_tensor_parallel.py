@@ -32,6 +32,8 @@ from zagora_jax.train_state import initial_state
 TOLERANCE = 2e-4
 FAST = {"xla_backend_optimization_level": 0}  # less optimised machine code is made in less time
 
+PLAIN = ForwardOptions(kernel="reference", remat="none", segmented=True)  # compiles fast
+
 # No size here is a multiple of the devices along tensor, but for 2: 4 key/value heads, 100 feed-forward columns, 323
 # words; rows of 72 weights break the blocks of 64, and a head has 10 of them.
 ODD = {
@@ -57,6 +59,7 @@ class Case(NamedTuple):
     optimizer: str = "adamw"
     compression: str = "none"
     exchange: str = "synchronous"
+    options: ForwardOptions = ForwardOptions(kernel="chunked", remat="full", segmented=True)
     model: str = "llama"
     config: dict[str, Any] = ODD
 
@@ -88,14 +91,12 @@ def train(case: Case, subject: Subject, distribution: Distribution | None):
     schedule = make_schedule("cosine", 1e-3, 0, case.steps + 2)
     optimizer = make_optimizer(case.optimizer, schedule, 0.01)
     whole = initial_state(initial_adapter(split(subject.base.model)[2], seed=0), optimizer, "float32")
-    recipe = Recipe(optimizer, schedule, ForwardOptions(kernel="chunked", remat="full", segmented=True), 1.0, 0)
     if distribution is None:
-        step = make_train_step(
-            subject.graph, optimizer, schedule, recipe.options, max_grad_norm=1.0, dropout_seed=recipe.dropout_seed
-        )
+        step = make_train_step(subject.graph, optimizer, schedule, PLAIN, max_grad_norm=1.0, dropout_seed=0)
         step, state, frozen = jax.jit(step, compiler_options=FAST), whole, subject.base.load()
     else:
         whole = distribution.begin(whole)
+        recipe = Recipe(optimizer, schedule, case.options, max_grad_norm=1.0, dropout_seed=0)
         step = distribution.compile_training(recipe, whole, subject.batches[0])
         state, frozen = distribution.put_state(whole), subject.base.load(destination=distribution)
     numbers = []
@@ -127,7 +128,7 @@ def test_on_eight_devices() -> None:
 slow = pytest.mark.slow
 CASES = [
     Case({"tensor": 3, "data": 2}),
-    Case({"data": 2, "fsdp": 2, "tensor": 2}, "none", config=ODD | {"tie_word_embeddings": False}),
+    Case({"data": 2, "fsdp": 2, "tensor": 2}, "none", options=PLAIN, config=ODD | {"tie_word_embeddings": False}),
     *(
         pytest.param(case, marks=slow)
         for case in (
@@ -162,7 +163,7 @@ def test_parts_of_layers_train_as_whole_ones_do(case: Case, tmp_path) -> None:
 
 @pytest.mark.usefixtures("_devices")
 def test_compressed_gradients_over_both_axes_train_nearly_alike(tmp_path) -> None:
-    case = Case({"fsdp": 2, "tensor": 2}, compression="int8")
+    case = Case({"fsdp": 2, "tensor": 2}, "none", compression="int8", options=PLAIN)
     subject = subject_of(case, tmp_path / "model")
     plain, _ = train(case, subject, None)
     found, _ = train(case, subject, distribution_of(case, subject))
