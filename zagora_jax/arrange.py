@@ -13,6 +13,7 @@ from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.pipeline import Balance, Pipeline
 from zagora_jax.streaming import stream_of
+from zagora_jax.tensor_parts import tensor_segments
 
 
 def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arrangement:
@@ -23,6 +24,7 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     """
     mesh = choose_mesh(config) if mesh is None else mesh
     _check(config, mesh)
+    tensor_segments(model.config, mesh.shape["tensor"])  # refuses what cannot be cut
     if config.strategy != "layerwise":
         stream = stream_of(config, model)
         return Distribution(mesh, model, config.gradient_compression, config.gradient_exchange, stream)

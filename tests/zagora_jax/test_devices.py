@@ -29,6 +29,9 @@ def shapes(monkeypatch):
 def test_the_strategys_axis_takes_what_the_mesh_leaves(shapes):
     assert shapes() == ({"fsdp": 4}, 4)
     assert shapes("replicas") == ({"data": 4}, 4)
+    assert shapes("tensor") == ({"tensor": 4}, 4)
+    assert shapes("tensor", data=2) == ({"data": 2, "tensor": 2}, 4)
+    assert shapes(tensor=2) == ({"tensor": 2, "fsdp": 2}, 4)
     assert shapes("fsdp", data=2) == ({"data": 2, "fsdp": 2}, 4)
     assert shapes("replicas", fsdp=2) == ({"fsdp": 2, "data": 2}, 4)
     assert shapes(count=3) == ({"fsdp": 3}, 3)

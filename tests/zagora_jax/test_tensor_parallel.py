@@ -16,14 +16,16 @@ from models.llama import Llama
 from models.lora import initial_adapter
 from models.parameters import split
 from sharding.mesh import make_mesh
-from zagora_jax.arrangement import Recipe
+from zagora_jax.arrange import arrange
+from zagora_jax.arrangement import Arrangement, Recipe
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
-from zagora_jax.config import LoraConfig
+from zagora_jax.config import LoraConfig, TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.pipeline import Pipeline
 from zagora_jax.step import ForwardOptions, make_train_step
 from zagora_jax.tensor_parts import tensor_segments
 from zagora_jax.train_state import initial_state
@@ -86,32 +88,34 @@ def subject_of(case: Case, folder) -> Subject:
     return Subject(base, graph, batches)
 
 
-def train(case: Case, subject: Subject, distribution: Distribution | None):
+def train(case: Case, subject: Subject, arrangement: Arrangement | None):
     """Losses and gradient norms of all steps, and the adapters in the end."""
     schedule = make_schedule("cosine", 1e-3, 0, case.steps + 2)
     optimizer = make_optimizer(case.optimizer, schedule, 0.01)
     whole = initial_state(initial_adapter(split(subject.base.model)[2], seed=0), optimizer, "float32")
-    if distribution is None:
+    if arrangement is None:
         step = make_train_step(subject.graph, optimizer, schedule, PLAIN, max_grad_norm=1.0, dropout_seed=0)
         step, state, frozen = jax.jit(step, compiler_options=FAST), whole, subject.base.load()
     else:
-        whole = distribution.begin(whole)
+        whole = arrangement.begin(whole)
         recipe = Recipe(optimizer, schedule, case.options, max_grad_norm=1.0, dropout_seed=0)
-        step = distribution.compile_training(recipe, whole, subject.batches[0])
-        state, frozen = distribution.put_state(whole), subject.base.load(destination=distribution)
+        step = arrangement.compile_training(recipe, whole, subject.batches[0])
+        state, frozen = arrangement.put_state(whole), subject.base.load(destination=arrangement)
     numbers = []
     for batch in subject.batches:
         state, metrics = step(state, frozen, batch)
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    if distribution is not None:
+    if arrangement is not None:
         state, _ = step.finish(state)
-        state = distribution.whole_state(state, whole)
+        state = arrangement.whole_state(state, whole)
     return np.array(numbers), [np.asarray(leaf) for leaf in jax.tree.leaves(state.adapters)]
 
 
-def distribution_of(case: Case, subject: Subject) -> Distribution:
-    devices = jax.devices()[: int(np.prod(list(case.mesh.values())))]
-    return Distribution(make_mesh(case.mesh, devices), subject.base.model, case.compression, case.exchange)  # type: ignore[arg-type]
+def arrangement_of(case: Case, subject: Subject) -> Arrangement:
+    mesh = make_mesh(case.mesh, jax.devices()[: int(np.prod(list(case.mesh.values())))])
+    if "stage" in case.mesh:
+        return Pipeline(mesh, subject.base.model, [1] * case.mesh["stage"])
+    return Distribution(mesh, subject.base.model, case.compression, case.exchange)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -140,6 +144,7 @@ CASES = [
             Case({"tensor": 3, "fsdp": 2}, steps=20),
             Case({"data": 2, "fsdp": 2, "tensor": 2}, steps=20),
             Case({"data": 2, "tensor": 3}, exchange="overlapped"),
+            Case({"stage": 2, "tensor": 2}),
             Case({"tensor": 3}, "hqq"),
             Case({"tensor": 2, "fsdp": 2}, "int8"),
             Case({"tensor": 2, "fsdp": 2}, model="phi3", config={}),
@@ -154,7 +159,7 @@ CASES = [
 def test_parts_of_layers_train_as_whole_ones_do(case: Case, tmp_path) -> None:
     subject = subject_of(case, tmp_path / "model")
     expected, one = train(case, subject, None)
-    found, adapters = train(case, subject, distribution_of(case, subject))
+    found, adapters = train(case, subject, arrangement_of(case, subject))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     # Adam divides by the gradient's own size, so an element whose gradient is near zero can move by up to the learning
     # rate, 1e-3 a step, whatever rounding makes of its sign; the others agree far better.
@@ -166,7 +171,7 @@ def test_compressed_gradients_over_both_axes_train_nearly_alike(tmp_path) -> Non
     case = Case({"fsdp": 2, "tensor": 2}, "none", compression="int8", options=PLAIN)
     subject = subject_of(case, tmp_path / "model")
     plain, _ = train(case, subject, None)
-    found, _ = train(case, subject, distribution_of(case, subject))
+    found, _ = train(case, subject, arrangement_of(case, subject))
     # A gradient rounded to 8 bits is off by a part in 254 of its block's largest number, an update of Adam by about as
     # much, and a loss by that share of what the updates have moved: less than a tenth of it.
     np.testing.assert_allclose(found[:, 0], plain[:, 0], rtol=5e-3)
@@ -180,6 +185,14 @@ def config_of(name: str) -> ModelConfig:
 def test_more_devices_than_key_value_heads_are_refused() -> None:
     with pytest.raises(UserError, match=r"--mesh.tensor 4: .* the model has 2; give --mesh.tensor 2 at most"):
         tensor_segments(ModelConfig.from_hf({**KNOWN_MODELS["llama-3-8b"], "num_key_value_heads": 2}), 4)
+
+
+@pytest.mark.usefixtures("_devices")
+def test_they_are_refused_before_any_weight_is_read() -> None:
+    config = TrainConfig(model="m", strategy="tensor")
+    model = Llama(config_of("tinyllama-1.1b"), quantization="nf4", dtype=jax.numpy.dtype("bfloat16"))
+    with pytest.raises(UserError, match=r"--mesh.tensor 8: .* the model has 4; give --mesh.tensor 4 at most"):
+        arrange(config, model)
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN_MODELS))
