@@ -54,9 +54,9 @@ def folder(tmp_path_factory):
     return oracles.tiny_llama(tmp_path_factory.mktemp("model") / "m", num_hidden_layers=3, vocab_size=323)
 
 
-def subject_of(folder, quantization, targets="all-linear"):
+def subject_of(folder, quantization, **options):
     """A model in a format, with dropout and packed rows."""
-    lora = LoraConfig(rank=4, alpha=8, dropout=0.1, targets=targets)
+    lora = LoraConfig(rank=4, alpha=8, dropout=0.1, **options)
     base = open_base(str(folder), quantization=quantization, dtype="float32", lora=lora)
     graph, _, declared = split(base.model)
     drawn = [oracles.random_batch(seed, (2, 24, 40), packed=True) for seed in range(STEPS)]
@@ -94,7 +94,7 @@ def spread(subject, optimizer, sizes, compression="none", exchange="synchronous"
     distribution = Distribution(make_mesh(sizes, devices), subject.base.model, compression, exchange)
     whole = distribution.begin(whole)
     step = distribution.compile_training(
-        Recipe(made, schedule, OPTIONS, 1.0, dropout_seed=0), whole, subject.batches[0]
+        Recipe(made, schedule, OPTIONS, 1.0, dropout_seed=0, total_steps=STEPS + 2), whole, subject.batches[0]
     )
     state, frozen = distribution.put_state(whole), distribution.put_frozen(subject.frozen)
     numbers = []
@@ -129,11 +129,22 @@ def test_a_mesh_trains_as_one_device_does(subject, optimizer, sizes):
     assert furthest(state, one) < 1e-4
 
 
-@pytest.mark.parametrize(("quantization", "sizes"), [("hqq", {"fsdp": 3}), ("int8", {"data": 2, "fsdp": 2})], ids=str)
-def test_so_it_does_in_every_format(folder, quantization, sizes):
-    subject = subject_of(folder, quantization, ["q_proj", "down_proj"])
-    expected, one = alone(subject, "adamw")
-    found, state = spread(subject, "adamw", sizes)
+# Some ranks are larger than others, some layers have none, and magnitudes are trained.
+UNEVEN = {"use_dora": True, "rank_pattern": ["down_proj=3"], "targets": ["1.self_attn.q_proj", "mlp.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "sizes", "optimizer", "lora"),
+    [
+        ("hqq", {"fsdp": 3}, "adamw", {"targets": ["q_proj", "down_proj"]}),
+        ("int8", {"data": 2, "fsdp": 2}, "adamw_8bit", UNEVEN),
+    ],
+    ids=["hqq", "int8, uneven adapters"],
+)
+def test_so_it_does_in_every_format_and_with_uneven_adapters(folder, quantization, sizes, optimizer, lora):
+    subject = subject_of(folder, quantization, **lora)
+    expected, one = alone(subject, optimizer)
+    found, state = spread(subject, optimizer, sizes)
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     assert furthest(state, one) < 1e-4
 
