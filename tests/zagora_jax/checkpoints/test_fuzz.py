@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import sentencepiece
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from models.quantization import dynamic, nf4
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints import AdapterConfig, load_tokenizer, open_checkpoint, read_adapter, write_adapter
 from zagora_jax.checkpoints.gguf import GGUFCheckpoint
@@ -133,6 +135,54 @@ def test_damaged_configs(tmp_path, content):
         write_folder(folder)
     (folder / "config.json").write_bytes(content)
     accepts_or_refuses(lambda: open_checkpoint(str(folder)), folder)
+
+
+PACKED = "model.layers.0.self_attn.q_proj.weight"
+STATE = {
+    "quant_type": "nf4",
+    "blocksize": 64,
+    "dtype": "bfloat16",
+    "shape": [64, 64],
+    "nested_blocksize": 256,
+    "nested_dtype": "float32",
+    "nested_offset": 0.5,
+}
+PARTS = {
+    "": np.full((64 * 64 // 2, 1), 0x77, np.uint8),
+    ".absmax": np.full(64, 127, np.uint8),
+    ".quant_map": nf4.TABLE,
+    ".nested_absmax": np.ones(1, np.float32),
+    ".nested_quant_map": dynamic.dynamic_map(signed=True),
+}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+SIZES = st.sampled_from([(0,), (1,), (64,), (255,), (2048, 1), (64, 64), (2, 2)])
+
+
+@QUICK
+@given(st.data())
+def test_packed_weights(tmp_path, data):
+    """bitsandbytes' and block-fp8's, with parts left out or of other sizes, and settings that are damaged."""
+    folder, tensors = tmp_path / "model", llama_tensors()
+    if data.draw(st.booleans()):
+        settings, original = BNB, dumped(STATE)
+        state = data.draw(st.just(original) | damaged(original) | changed_json(STATE).map(dumped))
+        parts = PARTS | {".quant_state.bitsandbytes__nf4": np.frombuffer(state, np.uint8)}
+    else:
+        weight = np.ones((64, 64), ml_dtypes.float8_e4m3fn)
+        parts, settings = {"": weight, "_scale_inv": np.ones((2, 2), np.float32)}, FP8
+    changed = data.draw(st.sampled_from([None, None, *parts]))
+    if changed is not None:
+        parts = {name: part for name, part in parts.items() if name != changed}
+        if data.draw(st.booleans()):
+            parts[changed] = np.ones(data.draw(SIZES), data.draw(st.sampled_from([np.uint8, np.float32, np.int64])))
+    del tensors[PACKED]
+    tensors |= {f"{PACKED}{name}": part for name, part in parts.items() if part.size}
+    write_folder(folder, tensors, quantization_config=data.draw(st.just(settings) | changed_json(settings)))
+    checkpoint = accepts_or_refuses(lambda: open_checkpoint(str(folder)), folder)
+    if checkpoint and PACKED in checkpoint.tensors:
+        read = accepts_or_refuses(lambda: checkpoint.read(PACKED), folder)
+        assert read is None or read.shape == checkpoint.tensors[PACKED].shape
 
 
 TOKENIZER = {
