@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from zagora_jax.base import BaseModel
 from zagora_jax.checkpoints.load import expected_tensors
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.memory import DeviceMemory
+from zagora_jax.planning.shapes import mesh_shape
 
 # A Python process that has compiled a 70B step and read no weight yet: 1.5 GiB with jax 0.10.2, rounded up.
 PROCESS = 2 * 2**30
@@ -58,10 +60,8 @@ class HostNeeds:
 def host_needs(
     config: TrainConfig,
     base: BaseModel,
-    memory: DeviceMemory,
+    stages: Sequence[DeviceMemory],
     *,
-    devices: int,
-    shards: int,
     host_memory: int | None,
     here: bool,
 ) -> HostNeeds:
@@ -70,20 +70,22 @@ def host_needs(
     Args:
         config: of the run.
         base: its model.
-        memory: of a device.
-        devices: how many there are.
-        shards: over how many of them the training state is cut.
+        stages: the memory of a device of each stage.
         host_memory: bytes of the host, where known.
         here: whether the run would be on this machine.
     """
     tensors = [math.prod(tensor.shape) for tensor in expected_tensors(base.model).values()]
-    state = (memory.lora + memory.optimizer) * shards + memory.error_feedback * devices
+    mesh = mesh_shape(config)
+    devices = math.prod(mesh.values()) // mesh["stage"]  # of a stage
+    adapters = sum(memory.lora for memory in stages) * mesh["fsdp"]
+    moments = sum(memory.optimizer for memory in stages) * mesh["fsdp"]
+    state = adapters + moments + sum(memory.error_feedback for memory in stages) * devices
     kept = config.keep_checkpoints + 1
     return HostNeeds(
         loading=TENSOR_COPIES * 4 * max(tensors),
-        pinned=memory.host * devices,
+        pinned=sum(memory.host for memory in stages) * devices,
         saving=state,
-        checkpoints=kept * state + 2 * memory.lora * shards,
+        checkpoints=kept * state + 2 * adapters,
         export=2 * sum(tensors),
         memory_there=host_memory,
         disk_free=shutil.disk_usage(_existing(config.output)).free if here else None,

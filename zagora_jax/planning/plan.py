@@ -14,9 +14,9 @@ from zagora_jax.planning.candidates import replicas_of
 from zagora_jax.planning.evaluate import Evaluated, Evaluator, Say
 from zagora_jax.planning.host import HostNeeds, host_needs
 from zagora_jax.planning.machine import Machine, find_machine
+from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.model import PlannedModel, find_model
 from zagora_jax.planning.search import Bound, Choice, choose
-from zagora_jax.planning.shapes import mesh_shape
 
 GIB = 2**30
 
@@ -82,6 +82,12 @@ class Plan:
         return self.choice.chosen.candidate.config
 
     @property
+    def devices(self) -> list[DeviceMemory]:
+        """The memory of each device, stage after stage."""
+        stages = self.choice.chosen.stages
+        return [memory for memory in stages for _ in range(self.machine.count // len(stages))]
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Over all devices; without padding where the rows were counted."""
         speed = self.choice.chosen.tokens_per_second
@@ -102,15 +108,8 @@ def make_plan(config: ConfigureConfig, say: Say) -> Plan:
     evaluator = Evaluator(model, machine, config.source, say)
     choice = choose(config, evaluator)
     chosen = choice.chosen
-    shards = mesh_shape(chosen.candidate.config)["fsdp"]
     host = host_needs(
-        chosen.candidate.config,
-        model.base,
-        chosen.memory,
-        devices=machine.count,
-        shards=shards,
-        host_memory=machine.host_memory,
-        here=bool(machine.present),
+        chosen.candidate.config, model.base, chosen.stages, host_memory=machine.host_memory, here=bool(machine.present)
     )
     notes = (*model.notes, *machine.notes, *evaluator.notes)
     return Plan(config, model, machine, choice, host, rows, _duration(config, chosen, rows), notes, asked_length)
@@ -141,22 +140,13 @@ def _duration(config: ConfigureConfig, chosen: Evaluated, rows: Rows | None) -> 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values; sizes are GiB of 2**30 bytes."""
-    chosen, budget = plan.choice.chosen, plan.machine.budget
-    device = {
-        "name": plan.machine.name,
-        "peak_gib": _gib(chosen.memory.peak),
-        "limit_gib": _gib(budget.limit),
-        "parts_gib": {name: _gib(size) for name, size in chosen.memory.parts.items()},
-        "total_gib": _gib(budget.total),
-        "context_gib": _gib(budget.context),
-        "margin_gib": _gib(budget.margin),
-    }
+    chosen = plan.choice.chosen
     return {
         "fits": plan.fits,
         "model": plan.model.name,
         "strategy": chosen.candidate.strategy,
         "source": chosen.memory.source,
-        "devices": [device] * plan.machine.count,
+        "devices": [_device(plan, memory) for memory in plan.devices],
         "host_gib": _gib(plan.host.memory),
         "host": _host_json(plan.host),
         "interconnect": None if plan.machine.link is None else plan.machine.link.name,
@@ -169,6 +159,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "changes": [list(changes) for changes in plan.choice.changes],
         "data": None if plan.rows is None else _data_json(plan),
         "notes": list(plan.notes),
+    }
+
+
+def _device(plan: Plan, memory: DeviceMemory) -> dict[str, Any]:
+    budget = plan.machine.budget
+    return {
+        "name": plan.machine.name,
+        "peak_gib": _gib(memory.peak),
+        "limit_gib": _gib(budget.limit),
+        "parts_gib": {name: _gib(size) for name, size in memory.parts.items()},
+        "total_gib": _gib(budget.total),
+        "context_gib": _gib(budget.context),
+        "margin_gib": _gib(budget.margin),
     }
 
 

@@ -46,12 +46,14 @@ def draw(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(9, 1.6 + 0.4 * count), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    left = 0.0
-    for name, size in parts_of(plan).items():
-        if size:
-            label = f"{NAMES.get(name, name)} {size / GIB:.2f}"
-            axes.barh(range(count), [size / GIB] * count, left=left, color=COLOURS[name], label=label)
-            left += size / GIB
+    fullest = parts_of(plan, plan.choice.chosen.memory)
+    devices = [parts_of(plan, memory) for memory in plan.devices]
+    left = [0.0] * count
+    for name, most in fullest.items():
+        sizes = [parts.get(name, 0) / GIB for parts in devices]
+        label = f"{NAMES.get(name, name)} {most / GIB:.2f}"
+        axes.barh(range(count), sizes, left=left, color=COLOURS[name], label=label)
+        left = [edge + size for edge, size in zip(left, sizes, strict=True)]
     axes.axvline(budget.total / GIB, color="black", linestyle="--", label=f"the device has {budget.total / GIB:.2f}")
     axes.set_yticks(range(count), [f"{plan.machine.name} {number}" for number in range(count)])
     axes.invert_yaxis()

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zagora_jax.planning.evaluate import Evaluated
+from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.plan import GIB, Plan
 
 BAR = 60  # characters
@@ -55,16 +56,29 @@ def _verdict(plan: Plan) -> Text:
     return verdict
 
 
-def parts_of(plan: Plan) -> dict[str, int]:
+def parts_of(plan: Plan, memory: DeviceMemory) -> dict[str, int]:
     """What takes room on a device, in the order of the bar: arrays, context, margin."""
     budget = plan.machine.budget
-    return {**plan.choice.chosen.memory.parts, "context": budget.context, "margin": budget.margin}
+    parts = {**memory.parts, "context": budget.context, "margin": budget.margin}
+    return {name: size for name, size in parts.items() if size}
 
 
 def _bars(plan: Plan) -> Table:
     total = plan.machine.budget.total
-    parts = {name: size for name, size in parts_of(plan).items() if size}
-    widest = max(total, sum(parts.values()))
+    widest = max(total, *(sum(parts_of(plan, memory).values()) for memory in plan.devices))
+    table = Table.grid(padding=(0, 1))
+    for number, memory in enumerate(plan.devices):
+        name = "card" if plan.machine.is_gpu else "device"
+        table.add_row(f"{name} {number}", _bar(parts_of(plan, memory), total, widest), f"{total / GIB:.2f} GiB")
+    legend = Text()
+    for name, size in parts_of(plan, plan.choice.chosen.memory).items():
+        legend.append("■ ", style=COLOURS[name])
+        legend.append(f"{NAMES.get(name, name)} {size / GIB:.2f}  ")
+    table.add_row("", legend)
+    return table
+
+
+def _bar(parts: dict[str, int], total: int, widest: int) -> Text:
     bar = Text()
     edge = drawn = 0
     for name, size in parts.items():
@@ -73,17 +87,9 @@ def _bars(plan: Plan) -> Table:
         bar.append(("░" if name == "margin" else "█") * (end - drawn), style=COLOURS[name])
         drawn = end
     bar.append("·" * (BAR - drawn), style="dim")
-    if widest > total:
-        bar.append(f" {(widest - total) / GIB:.1f} GiB too much", style="bold red")
-    table = Table.grid(padding=(0, 1))
-    for number in range(plan.machine.count):
-        table.add_row(f"card {number}" if plan.machine.is_gpu else f"device {number}", bar, f"{total / GIB:.2f} GiB")
-    legend = Text()
-    for name, size in parts.items():
-        legend.append("■ ", style=COLOURS[name])
-        legend.append(f"{NAMES.get(name, name)} {size / GIB:.2f}  ")
-    table.add_row("", legend)
-    return table
+    if edge > total:
+        bar.append(f" {(edge - total) / GIB:.1f} GiB too much", style="bold red")
+    return bar
 
 
 def _facts(plan: Plan) -> Table:
