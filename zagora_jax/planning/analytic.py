@@ -7,6 +7,7 @@ store; the workspace is a straight line through compiled programs: of Llama shap
 
 from dataclasses import asdict
 
+from models.attention import BLOCK_SCORES, LARGEST_BLOCK, SMALLEST_BLOCK
 from models.config import ModelConfig
 from models.remat import group_count
 from sharding.schedule import inputs_held
@@ -19,6 +20,7 @@ ERROR = 0.07  # of the peak, at most
 # The workspace in multiples of: the largest dequantised weight, one layer's intermediate and hidden activations, and
 # the adapter's gradients.
 WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.5, 3.55, 11.7, 0.2
+SCORES = 5  # arrays of attention's scores, and of their gradients
 # Layers that are there at a time, the ones that arrive ahead of their turn included. Where the arguments alone are more
 # than four fifths of the device, XLA schedules for least memory, and next to nothing arrives ahead.
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
@@ -54,13 +56,14 @@ def _of_stage(
         times = GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS
         gathered = round(times * (layer_bytes + width * shapes.layer_adapter_elements))
     sums = config.gradient_accumulation_steps > 1 or mesh["stage"] > 1  # gradients of several micro-batches
-    workspace = arguments.lora * (1 + GRADIENTS + sums) + width * (
+    feed_forward = width * (
         WEIGHTS * model.hidden_size * model.intermediate_size
         + INTERMEDIATES * tokens * model.intermediate_size
         + HIDDENS * tokens * model.hidden_size
     )
-    if kernel == "reference":  # holds all scores, in float32, and their gradients
-        workspace += 3 * 4 * config.micro_batch_size * model.num_heads * config.sequence_length**2
+    attention = width * (WEIGHTS * model.hidden_size**2 + HIDDENS * tokens * model.hidden_size)
+    attention += _score_bytes(config, model, kernel)
+    workspace = arguments.lora * (1 + GRADIENTS + sums) + max(feed_forward, attention)
     if config.remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
     return DeviceMemory(
@@ -71,6 +74,21 @@ def _of_stage(
         host=width * tokens * model.hidden_size * layers if config.offload.activations else 0,
         source="analytic",
     )
+
+
+def _score_bytes(config: TrainConfig, model: ModelConfig, kernel: str) -> int:
+    """Bytes of the arrays of float32 scores that exist at a time in attention's backward pass."""
+    rows, heads, length = config.micro_batch_size, model.num_heads, config.sequence_length
+    match kernel:
+        case "chunked":
+            block = LARGEST_BLOCK
+            while block > SMALLEST_BLOCK and rows * heads * block**2 > BLOCK_SCORES:
+                block //= 2
+            return SCORES * 4 * rows * heads * min(block, length) ** 2
+        case "reference":
+            return SCORES * 4 * rows * heads * length**2
+        case _:
+            return 0
 
 
 def activations_held(config: TrainConfig, stage: int) -> int:
