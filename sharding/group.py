@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.compression import Compression
+from sharding.exchange import Exchange, ExchangeErrors
 from sharding.mesh import ROW_AXES, SHARD_AXES
-from sharding.overlap import Exchange, ExchangeErrors
 
 
 class DeviceGroup(Protocol):
@@ -84,7 +84,7 @@ class Group:
     def exchange(
         self, gradients: Any, errors: ExchangeErrors, halfway: jax.Array | None = None
     ) -> tuple[Any, ExchangeErrors]:
-        """Sum over "data"; compressed where there are residuals, each layer as `sharding.overlap` does it."""
+        """Sum over "data"; compressed where there are residuals, each layer as `Exchange.sum` does it."""
         if errors.reduced is None:
             return lax.psum(gradients, "data"), errors
         exchange = Exchange(self.compression, replicas="data")

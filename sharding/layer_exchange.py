@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from sharding.exchange import Exchange, ExchangeErrors
 from sharding.flat import FlatShard, unflatten
-from sharding.overlap import Exchange, ExchangeErrors, begin_deferred, exchange_deferred, exchange_in_backward
+from sharding.overlap import begin_deferred, exchange_deferred, exchange_in_backward
 
 
 class Exchanged(NamedTuple):

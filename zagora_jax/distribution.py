@@ -20,11 +20,11 @@ from models.quantization.parts import Segments
 from models.stream import StreamOrder
 from sharding.compiler import compiler_options
 from sharding.compression import Compression
+from sharding.exchange import Exchange, ExchangeErrors
 from sharding.flat import gather
 from sharding.group import Group
 from sharding.layer_exchange import LayerExchange
 from sharding.mesh import SHARD_AXES, rows_divisor, shard_count
-from sharding.overlap import Exchange, ExchangeErrors
 from sharding.program import collectives, memory, traffic
 from sharding.rules import named_sharding
 from sharding.spread import Spread

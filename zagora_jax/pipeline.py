@@ -13,9 +13,9 @@ from models.llama import Ends, Llama
 from models.parameters import Path, by_path
 from sharding.balance import choose_cut, explain
 from sharding.compression import Compression, ErrorFeedback
+from sharding.exchange import ExchangeErrors
 from sharding.mesh import rows_divisor, stage_mesh
 from sharding.moving import recut_trees
-from sharding.overlap import ExchangeErrors
 from sharding.targets import is_absent
 from zagora_jax.arrangement import CompiledEvaluation, CompiledStep, Recipe, Say, silent
 from zagora_jax.calibration import estimated_costs, measure_costs

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.parameters import Path, by_path, split
 from sharding.compression import ErrorFeedback
+from sharding.exchange import ExchangeErrors
 from sharding.flat import bare
-from sharding.overlap import ExchangeErrors
 from sharding.program import MemoryPlan, memory
 from sharding.residuals import from_layers, to_layers
 from sharding.rules import named_sharding, partition_spec

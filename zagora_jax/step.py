@@ -13,10 +13,10 @@ from flax import nnx
 from models.cross_entropy import cross_entropy_sum
 from models.llama import Llama
 from models.placement import LOCAL, Placement
+from sharding.exchange import ExchangeErrors
 from sharding.flat import bare
 from sharding.group import ALONE, DeviceGroup
 from sharding.layer_exchange import Exchanged
-from sharding.overlap import ExchangeErrors
 from zagora_jax.data.batches import Batch
 from zagora_jax.streaming import StreamedFrozen
 from zagora_jax.train_state import Pending, TrainState, is_spike, next_guard, next_scale, verdict

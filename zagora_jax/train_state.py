@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from sharding.overlap import ExchangeErrors
+from sharding.exchange import ExchangeErrors
 
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 200
 

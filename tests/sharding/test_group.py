@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sharding.exchange import Exchange, ExchangeErrors
 from sharding.group import ALONE, Group
-from sharding.overlap import Exchange, ExchangeErrors
 
 REPLICAS, SHARDS, LAYERS = 2, 2, 3
 

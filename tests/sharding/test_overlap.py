@@ -10,7 +10,8 @@ import pytest
 from absent_gpus import needs_plugin
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sharding.overlap import Exchange, begin_deferred, exchange_deferred, exchange_in_backward
+from sharding.exchange import Exchange
+from sharding.overlap import begin_deferred, exchange_deferred, exchange_in_backward
 from sharding.program import collectives
 from sharding.targets import absent_devices, compile_for
 

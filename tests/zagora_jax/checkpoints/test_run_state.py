@@ -12,7 +12,7 @@ from oracles import tiny_llama
 
 from models.lora import initial_adapter
 from models.parameters import split
-from sharding.overlap import ExchangeErrors
+from sharding.exchange import ExchangeErrors
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints import run_state
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
