@@ -51,7 +51,7 @@ def train(folder, sizes, streamed, *, quantization="nf4", offload=False, compres
     batches = [Batch(*(np.array(getattr(batch, name)) for name in Batch._fields)) for batch in drawn]
     batches[-1].weights[1] = 0  # a short last window
     options = ForwardOptions("chunked", "full", segmented=True, offload_activations=offload)
-    recipe = Recipe(optimizer, schedule, options, max_grad_norm=1.0, dropout_seed=0)
+    recipe = Recipe(optimizer, schedule, options, max_grad_norm=1.0, dropout_seed=0, total_steps=STEPS)
     step = distribution.compile_training(recipe, whole, batches[0])
     frozen = distribution.load(lambda destination: base.load(destination=destination))
     state, numbers = distribution.put_state(whole), []
