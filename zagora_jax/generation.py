@@ -16,6 +16,7 @@ from models.cache import KVCache
 from models.llama import Llama
 from models.parameters import split
 from zagora_jax.base import open_base
+from zagora_jax.data.template_limits import require_harmless, within_limits
 from zagora_jax.end_tokens import end_tokens
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
@@ -94,7 +95,12 @@ class Generator:
         for question in questions:
             turns = [{"role": "user", "content": question}]
             try:
-                text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+                require_harmless(self._tokenizer.get_chat_template())
+                text = within_limits(
+                    lambda turns=turns: self._tokenizer.apply_chat_template(
+                        turns, add_generation_prompt=True, tokenize=False
+                    )
+                )
             except Exception as error:  # a template is a program: it may raise anything
                 name = self._tokenizer.name_or_path
                 raise UserError(f"{name}: its chat template refuses the prompt {question:.40}: {error}") from error

@@ -27,6 +27,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from zagora_jax.data.rows import Completion, Conversation, Form, Instruction, PlainText, TokenRow
 from zagora_jax.data.sources import Location
+from zagora_jax.data.template_limits import CHARACTERS, TemplateLimitError, require_harmless, within_limits
 from zagora_jax.data.turns import CALLS, Turn
 from zagora_jax.errors import UserError
 
@@ -179,6 +180,10 @@ class _Template:
             ) from error
         if "strftime_now" in self._source:
             self._source = _FIXED_DATE + self._source
+        try:
+            require_harmless(self._source)
+        except TemplateLimitError as error:
+            raise self.error(f"{error}") from error
         self.marks_generations = GENERATION_MARK.search(self._source) is not None
 
     def render(
@@ -187,8 +192,9 @@ class _Template:
         """The text, and with `marks` the character spans of its generations; `prompt` adds the assistant's header."""
         special_tokens: dict[str, Any] = self._tokenizer.special_tokens_map
         messages = [turn.message() for turn in turns]
-        try:
-            rendered: Any = render_jinja_template(
+
+        def rendered() -> Any:
+            return render_jinja_template(
                 conversations=[messages],
                 tools=self._tools,
                 chat_template=self._source,
@@ -196,9 +202,15 @@ class _Template:
                 add_generation_prompt=prompt,
                 **special_tokens,
             )
+
+        try:
+            texts, spans = within_limits(rendered)
+        except TemplateLimitError as error:
+            raise self.error(f"{error}") from error
         except Exception as error:  # a template is a program: it may raise anything
             raise self.error(f"refuses the row: {error}") from error
-        texts, spans = rendered
+        if len(texts[0]) > CHARACTERS:
+            raise self.error(f"makes {len(texts[0]):,} characters of the row, more than {CHARACTERS:,}")
         return texts[0], spans[0] if marks else []
 
     def require_keys(self, *groups: Set[str]) -> None:
