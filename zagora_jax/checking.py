@@ -205,8 +205,6 @@ class _Check:
         self.report.facts["steps"] = facts
 
     def _memory(self, base: BaseModel, sizes: dict[str, int], batches: Batches | None) -> None:
-        if sizes.get("stage", 1) > 1:
-            return  # what each stage needs depends on how the layers are shared out, which train decides
         complete = batches is not None and self.report.facts["data"]["complete"]
         width = batches.width if batches is not None and complete else self.config.sequence_length
         config = _with_mesh(self.config, sizes).model_copy(update={"sequence_length": width})
@@ -218,7 +216,7 @@ class _Check:
             head_dim=base.model.config.head_dim,
         )
         smallest = min(self.gpus, default=None)
-        (memory,) = estimate_memory(config, Shapes(base), kernel, smallest)
+        memory = max(estimate_memory(config, Shapes(base), kernel, smallest), key=lambda stage: stage.peak)
         self.report.facts["memory"] = {
             "estimated_gib_a_device": round(memory.peak / GIB, 4),
             "estimate_within": ERROR,

@@ -109,8 +109,13 @@ def test_gpus_that_are_here_are_counted_and_compared(world, monkeypatch):
     assert report.facts["devices"] == {"gpus": 3, "mesh": {"fsdp": 3}}
     monkeypatch.setattr(checking, "installed_gpus", lambda: [2**16])
     assert "a step needs about" in found(check(configure(world)), "error")["memory"]
+    monkeypatch.setattr(checking, "installed_gpus", lambda: [24 * 2**30] * 2)
+    report = check(configure(world, "--strategy", "layerwise"))
+    assert report.passed
+    assert report.facts["devices"]["mesh"] == {"stage": 2}
+    assert report.facts["memory"]["estimated_gib_a_device"] > 0
     report = check(configure(world, "--mesh.fsdp", "4"))
-    assert found(report, "error")["devices"] == "--mesh.fsdp 4: needs 4 devices, but there are 1: 1 GPUs"
+    assert found(report, "error")["devices"] == "--mesh.fsdp 4: needs 4 devices, but there are 2: 2 GPUs"
 
 
 def test_rows_beyond_the_models_context(tmp_path):
