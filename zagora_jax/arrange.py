@@ -31,7 +31,7 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     balance = Balance(config.balance.threshold, config.balance.patience) if config.balance.threshold else None
     layers = layers_of_stages(config, model, mesh)
     measured = None if config.stage_layers == "auto" else layers
-    return Pipeline(mesh, model, measured, config.gradient_compression, balance)
+    return Pipeline(mesh, model, measured, config.gradient_compression, balance, config.offload.embedding)
 
 
 def _check(config: TrainConfig, mesh: Mesh) -> None:

@@ -164,6 +164,12 @@ class MeshConfig(Options):
 class OffloadConfig(Options):
     """What waits in the host's memory until a GPU needs it."""
 
+    embedding: bool = Field(
+        default=False,
+        description="Look words up in the host's memory and send the first card their rows alone; with strategy "
+        "layerwise. A large vocabulary's table is as large as several layers.",
+    )
+
     activations: bool = Field(
         default=False,
         description="Keep the layers' inputs in pinned host memory between the forward and the backward pass; with "
@@ -412,6 +418,8 @@ class TrainConfig(CommandConfig):
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
+        if self.offload.embedding and self.strategy != "layerwise":
+            raise ValueError("offload.embedding is for strategy layerwise, whose first card alone needs the embedding")
         if self.eval_every and not (self.eval_data or self.eval_fraction):
             raise ValueError(f"eval_every is {self.eval_every} but there is no eval_data: give eval_data too")
         if self.eval_data and self.eval_fraction:

@@ -30,6 +30,9 @@ from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
 
 
+EMBEDDING: Path = ("model", "embed_tokens", "weight")
+
+
 @dataclass(frozen=True)
 class Balance:
     """When layers move between stages.
@@ -53,6 +56,7 @@ class Pipeline:
         layers: Sequence[int] | None = None,
         compression: Compression = "none",
         balance: Balance | None = None,
+        host_embedding: bool = False,
     ):
         """Cut `model` into as many stages as the mesh has.
 
@@ -62,6 +66,7 @@ class Pipeline:
             layers: how many layers each stage has. None: by estimate, and by measurement when a step is compiled.
             compression: how gradients travel between the replicas of a stage.
             balance: when layers move in training; None: never.
+            host_embedding: whether words are looked up in the host's memory, and their rows sent to the first stage.
 
         Raises:
             ValueError: `layers` does not cut the model's layers into the mesh's stages.
@@ -76,13 +81,15 @@ class Pipeline:
                 f"found {', '.join(map(str, layers))}"
             )
         self.mesh, self.model, self.compression = mesh, model, compression
+        self.host_embedding, self._table = host_embedding, np.zeros((0, 0))
         self.stages = self.cut(layers)
 
     def cut(self, layers: Sequence[int]) -> list[Stage]:
         """Describe the stages that have so many layers each."""
         stages, first = [], 0
         for index, count in enumerate(layers):
-            part = self.model.part(count, Ends(first=index == 0, last=index == len(layers) - 1))
+            ends = Ends(first=index == 0 and not self.host_embedding, last=index == len(layers) - 1)
+            part = self.model.part(count, ends)
             stages.append(Stage(first, Distribution(stage_mesh(self.mesh, index), part, self.compression)))
             first += count
         return stages
@@ -100,6 +107,8 @@ class Pipeline:
     def facts(self) -> dict[str, str]:
         """Name the devices and the cut."""
         cut = "to be measured" if self.measures else ", ".join(map(str, self.layers))
+        if self.host_embedding:
+            cut += "; input embedding in host memory"
         return {"devices": describe_devices(self.mesh), "layers of each stage": cut}
 
     def load(self, read: Callable[[Destination], nnx.State]) -> nnx.State:
@@ -128,7 +137,15 @@ class Pipeline:
             part = jax.tree.map(lambda array: array[stage.layers], value) if is_stacked(path) else value
             return stage.distribution.whole(path, part)
 
+        if self.host_embedding and path == EMBEDDING:
+            self._table = np.asarray(value)
         return tuple(map(of_stage, self.stages))
+
+    def first_inputs(self, tokens: np.ndarray) -> jax.Array | None:
+        """Return what the first stage takes beside tokens [M, S]: their embeddings, where those are on the host."""
+        if not self.host_embedding:
+            return None
+        return self.stages[0].send(np.take(self._table, tokens, axis=0))  # type: ignore[arg-type]
 
     def frozen_of_stages(self, frozen: nnx.State) -> list[nnx.State]:
         """Part the frozen parameters into each stage's own."""

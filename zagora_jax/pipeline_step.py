@@ -97,7 +97,7 @@ class PipelineStep:
         weight = np.float32(batch.weights.sum()) or np.float32(1)
         scale, step = self._scale_and_step(state)
         flows = self._begin(state, frozen, batch, np.float32(scale / weight))
-        losses = [self._dispatch(task, flows, step) for task in self._order]
+        losses = [self._dispatch(task, flows, step, batch) for task in self._order]
         exchanged = [
             flow.programs.exchange(flow.gradients, own.residuals, scale)
             for flow, own in zip(flows, state.stages, strict=True)
@@ -168,17 +168,17 @@ class PipelineStep:
                 self.programs, state.stages, self.pipeline.frozen_of_stages(frozen), strict=True
             )
         ]
-        micro_batches = range(len(batch.tokens))
-        flows[0].inputs = dict.fromkeys(micro_batches)
-        flows[-1].cotangents = dict.fromkeys(micro_batches, factor)
+        flows[-1].cotangents = dict.fromkeys(range(len(batch.tokens)), factor)
         return flows
 
-    def _dispatch(self, task: Task, flows: list[_Flow], step: np.int32) -> jax.Array | None:
+    def _dispatch(self, task: Task, flows: list[_Flow], step: np.int32, batch: Batch) -> jax.Array | None:
         """Dispatch one task, and send what comes of it to the neighbour; returns the loss of a last stage's task."""
         flow, watch = flows[task.stage], self._watches[task.stage]
         programs = flow.programs
         place = Place(step, np.int32(task.micro_batch), np.int32(programs.stage.first_layer))
         watch.wait_for_place()
+        if task.stage == 0 and task.micro_batch not in flow.inputs:
+            flow.inputs[task.micro_batch] = self.pipeline.first_inputs(batch.tokens[task.micro_batch])
         if task.kind == "forward":
             inputs = flow.inputs[task.micro_batch]
             assert programs.forward is not None
@@ -259,10 +259,10 @@ class PipelineEvaluation:
         own_frozen = self._pipeline.frozen_of_stages(frozen)
         losses = []
         for micro_batch in range(len(batch.tokens)):
-            inputs = None
+            inputs = self._pipeline.first_inputs(batch.tokens[micro_batch])
             for index, (stage, program) in enumerate(zip(self._stages, self._programs, strict=True)):
                 place = Place(np.int32(0), np.int32(micro_batch), np.int32(stage.first_layer))
-                inputs = inputs if inputs is None else stage.send(inputs)
+                inputs = stage.send(inputs) if inputs is not None and index else inputs
                 inputs = program(adapters[index], own_frozen[index], batches[index], place, inputs)
             losses.append(inputs)
         return sum(jax.device_get(losses), np.float32(0)), np.float32(batch.weights.sum())

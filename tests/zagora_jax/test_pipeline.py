@@ -113,9 +113,9 @@ def alone(subject, steps, accumulation, optimizer="adamw", packed=True):
     return _alone[key]
 
 
-def pipeline(subject, layers, data=1, compression="none", balance=None):
+def pipeline(subject, layers, data=1, compression="none", **options):
     mesh = make_mesh({"stage": len(layers), "data": data}, jax.devices()[: len(layers) * data])
-    return Pipeline(mesh, subject.base.model, layers, compression, balance)
+    return Pipeline(mesh, subject.base.model, layers, compression, **options)
 
 
 def furthest(state, other):
@@ -125,7 +125,8 @@ def furthest(state, other):
 
 def test_stages_train_as_one_device_does(subject):
     expected, one = alone(subject, 6, 3)
-    found, state = trained(pipeline(subject, (1, 3, 1), 2), subject, batches(6, 3))
+    arrangement = pipeline(subject, (1, 3, 1), 2, host_embedding=True)
+    found, state = trained(arrangement, subject, batches(6, 3))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     # Adam divides by the gradient's own size: see test_distribution.
     assert furthest(state, one) < 1e-4
@@ -147,6 +148,17 @@ def test_twenty_steps_through_eight_stages(tmp_path):
     subject = make_subject(tmp_path, num_hidden_layers=9)
     expected, _ = alone(subject, 20, 2)
     found, _ = trained(pipeline(subject, (1, 1, 1, 2, 1, 1, 1, 1)), subject, batches(20, 2))
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_embedding", [False, True], ids=["on the card", "on the host"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_embedding_that_is_the_head_too(tmp_path, stages, host_embedding):
+    subject = make_subject(tmp_path, num_hidden_layers=2, tie_word_embeddings=True)
+    expected, _ = alone(subject, 3, 2)
+    arrangement = pipeline(subject, (2,) if stages == 1 else (1, 1), host_embedding=host_embedding)
+    found, _ = trained(arrangement, subject, batches(3, 2))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
 
 

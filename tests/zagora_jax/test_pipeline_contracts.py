@@ -1,0 +1,110 @@
+"""What stages may send and hold: read from their programs, compiled for RTX 4090s that are not there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absent_gpus import needs_cudnn, needs_plugin
+
+from sharding.program import Collective, buffers, collectives, memory
+from sharding.targets import absent_devices
+from zagora_jax.checkpoints.known_models import KNOWN_MODELS
+from zagora_jax.command_line import parse
+from zagora_jax.config import TrainConfig
+from zagora_jax.devices import choose_mesh
+from zagora_jax.pipeline_step import PipelineStep
+from zagora_jax.planning import compile_planned
+
+pytestmark = needs_plugin
+
+TOKENS, MICRO_BATCHES, REPLICAS = 256, 3, 2
+SIZES = KNOWN_MODELS["tinyllama-1.1b"]
+
+
+def compiled(count: int, **options: object) -> PipelineStep:
+    config = parse(TrainConfig, ["--strategy=layerwise", *(f"--{name}={value}" for name, value in options.items())])
+    step = compile_planned(config, choose_mesh(config, absent_devices("rtx4090", count)))
+    assert isinstance(step, PipelineStep)
+    return step
+
+
+@pytest.fixture(scope="module")
+def step() -> PipelineStep:
+    options = {
+        "model": "synthetic:tinyllama-1.1b?layers=3",
+        "lora.targets": "[q_proj, down_proj]",
+        "sequence-length": TOKENS,
+        "gradient-accumulation-steps": MICRO_BATCHES,
+        "attention": "chunked",
+        "mesh.stage": 2,
+        "mesh.data": REPLICAS,
+        "stage-layers": "[1, 2]",
+        "gradient-compression": "int8",
+    }
+    return compiled(4, **options)
+
+
+def exchanged(program: jax.stages.Compiled, step: PipelineStep) -> list[Collective]:
+    mesh = step.programs[0].stage.distribution.mesh
+    return [c for c in collectives(program, mesh.shape) if c.group_size > 1]
+
+
+def test_forward_and_backward_send_nothing_but_the_loss(step: PipelineStep) -> None:
+    first, last = step.programs
+    assert not exchanged(first.forward, step)
+    assert not exchanged(first.backward, step)
+    assert {(c.kind, c.dtype, c.bytes) for c in exchanged(last.backward, step)} == {("all-reduce", "f32", 4)}
+
+
+def test_gradients_cross_between_replicas_as_small_integers(step: PipelineStep) -> None:
+    for programs in step.programs:
+        found = exchanged(programs.exchange, step)
+        assert {c.dtype for c in found} == {"u8"}
+        assert {c.axes for c in found} == {("data",)}
+        assert not exchanged(programs.update, step)
+
+
+def test_activations_cross_as_bfloat16(step: PipelineStep) -> None:
+    first, last = step.programs
+    activation = (REPLICAS, TOKENS, SIZES["hidden_size"])
+    sent = [first.forward.out_info, last.backward.out_info[1]]
+    assert [(info.shape, info.dtype) for info in sent] == [(activation, jnp.bfloat16)] * 2
+    a_device = MICRO_BATCHES * 2 * TOKENS * SIZES["hidden_size"]
+    assert step.wire_bytes()["activations over stage"] == a_device
+
+
+def test_a_stage_holds_no_padding(step: PipelineStep) -> None:
+    """Its layers' codes are the largest arguments, and as many as it has layers."""
+    for programs, layers in zip(step.programs, (1, 2), strict=True):
+        codes = [b for b in buffers(programs.backward) if b.opcode == "parameter" and b.dtype == "u8"]
+        largest = SIZES["hidden_size"] * SIZES["intermediate_size"] // 2
+        assert max(b.bytes for b in codes) == layers * largest
+
+
+# Compiled whole, so minutes a case.
+@needs_cudnn
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cards", "most", "options"),
+    [
+        (4, 16.0, {"sequence-length": 4096, "stage-layers": "[20, 21, 21, 18]"}),
+        (
+            2,
+            21.0,
+            {
+                "sequence-length": 2048,
+                "stage-layers": "[42, 38]",
+                "offload.activations": "true",
+                "offload.embedding": "true",
+            },
+        ),
+    ],
+    ids=["four", "two"],
+)
+def test_memory_of_70b(cards: int, most: float, options: dict[str, object]) -> None:
+    fixed = {"model": "synthetic:llama-3-70b", "optimizer": "adamw_8bit", "attention": "cudnn"}
+    step = compiled(cards, **fixed, **options, **{"gradient-accumulation-steps": 16})
+    planned = max(step.planned_memory().values())
+    assert planned / 2**30 <= most
+    assert planned >= max(memory(programs.backward).peak for programs in step.programs)
