@@ -1,6 +1,7 @@
 """The command line that all commands share: `[CONFIG.yaml] --option value ...`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
     What a user can correct is printed in one piece, without a traceback, and ends with status 2. SIGTERM and SIGINT
     end with status 75 (`interruption.STOPPED`); where work would be lost, with 128 and the signal's number.
     """
+    os.umask(os.umask(0) | 0o002)  # no file is writable for everybody
     with interruptible():
         try:
             return main(parse(config_class, sys.argv[1:])) or 0
