@@ -167,6 +167,25 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(family):
     assert ours.rotated == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 4)))
 
 
+def test_a_null_window_is_none():
+    # Mistral 7B from version 0.2 on; where the field is absent, as in no published file, transformers assumes 4096.
+    assert ModelConfig.from_hf({"model_type": "mistral", **SILENT, "sliding_window": None}).windows == (None,) * 4
+    assert ModelConfig.from_hf({"model_type": "mistral", **SILENT}).windows == (4096,) * 4
+
+
+def test_a_yi_config():
+    # The fields of 01-ai/Yi-6B that say what it is, with sizes cut.
+    yi = {
+        **SILENT,
+        "architectures": ["LlamaForCausalLM"],
+        "num_key_value_heads": 4,
+        "rope_theta": 5e6,
+        "pretraining_tp": 1,
+    }
+    config = ModelConfig.from_hf({"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, **yi})
+    assert (config.num_kv_heads, config.rope.theta, config.qkv_bias) == (4, 5e6, False)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [

@@ -33,7 +33,6 @@ class Case:
 
 CASES = {
     "mistral": Case("mistral", {"sliding_window": 4}, windows=(4, 4, 4)),
-    "mistral without a window": Case("mistral", {"sliding_window": None, "head_dim": 24}),
     "qwen2": Case("qwen2", {"sliding_window": 4, "max_window_layers": 1}),
     "qwen2 with windows": Case(
         "qwen2",
@@ -48,7 +47,6 @@ CASES = {
         rotated=(True, False, True),
     ),
     "phi3": Case("phi3", {"sliding_window": 7}, windows=(7, 7, 7)),
-    "yi": Case("llama", {"num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}),
 }
 # One of a kind is enough where a second would compile nothing new.
 GRADIENT_CASES = ("qwen2 with windows", "qwen3", "smollm3", "phi3")
