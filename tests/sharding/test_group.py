@@ -52,7 +52,7 @@ def test_uncompressed_gradients_are_summed_over_the_replicas() -> None:
 
 @pytest.mark.parametrize("halfway", [None, 1.5, np.nan])
 def test_compressed_gradients_are_exchanged_layer_by_layer(halfway: float | None) -> None:
-    """With the values and residuals of one exchange a layer; nothing is a number if what is halfway is none."""
+    """With the values and residuals of one exchange a layer, whatever is known halfway."""
     gradients = {"a": draw(LAYERS, 40), "b": draw(LAYERS, 2, 35)}
     exchange = Exchange("int4", replicas="data")
     of_layer = jax.eval_shape(
@@ -69,9 +69,6 @@ def test_compressed_gradients_are_exchanged_layer_by_layer(halfway: float | None
         return jax.tree.map(lambda *layers: jnp.stack(layers), *sums)
 
     found = on_mesh(lambda g, e: Group("int4").exchange(g, e, halfway), gradients, errors)
-    if halfway is not None and np.isnan(halfway):
-        assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(found[0]))
-        return
     jax.tree.map(np.testing.assert_array_equal, found, on_mesh(layer_by_layer, gradients, errors))
     # An integer of 4 bits is off by at most half of the block's largest / 7, in each of two phases.
     for name, leaf in gradients.items():
