@@ -29,7 +29,6 @@ from zagora_jax.stage import PipelineState, Stage
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
 
-
 EMBEDDING: Path = ("model", "embed_tokens", "weight")
 
 
