@@ -20,7 +20,9 @@ ERROR = 0.07  # of the peak, at most
 # The workspace in multiples of: the largest dequantised weight, one layer's intermediate and hidden activations, and
 # the adapter's gradients.
 WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.5, 3.55, 11.7, 0.2
-SCORES = 5  # arrays of attention's scores, and of their gradients
+# Where attention takes more than the feed-forward block: arrays of scores and their gradients, and hidden activations.
+SCORES, ATTENTION_HIDDENS = 5, 7
+RESIDUALS = 2  # those of compressed exchanges, old and new
 # Layers that are there at a time, the ones that arrive ahead of their turn included. Where the arguments alone are more
 # than four fifths of the device, XLA schedules for least memory, and next to nothing arrives ahead.
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
@@ -61,9 +63,10 @@ def _of_stage(
         + INTERMEDIATES * tokens * model.intermediate_size
         + HIDDENS * tokens * model.hidden_size
     )
-    attention = width * (WEIGHTS * model.hidden_size**2 + HIDDENS * tokens * model.hidden_size)
+    attention = width * (WEIGHTS * model.hidden_size**2 + ATTENTION_HIDDENS * tokens * model.hidden_size)
     attention += _score_bytes(config, model, kernel)
     workspace = arguments.lora * (1 + GRADIENTS + sums) + max(feed_forward, attention)
+    workspace += RESIDUALS * arguments.error_feedback
     if config.remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
     return DeviceMemory(

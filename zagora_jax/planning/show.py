@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zagora_jax.planning.analytic import ERROR
 from zagora_jax.planning.evaluate import Evaluated
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.plan import GIB, Plan
@@ -32,7 +33,7 @@ NAMES = {
 
 def show(plan: Plan, console: Console) -> None:
     """Print the plan."""
-    console.print(_verdict(plan))
+    console.print(_verdict(plan), soft_wrap=True)
     console.print(_bars(plan))
     console.print(_facts(plan))
     if plan.choice.alternatives:
@@ -52,7 +53,8 @@ def _verdict(plan: Plan) -> Text:
     if plan.tokens_per_second is not None:
         verdict.append(f", about {plan.tokens_per_second:,.0f} tokens/s")
     peak, limit = chosen.memory.peak / GIB, machine.budget.limit / GIB
-    verdict.append(f"; {peak:.2f} of {limit:.2f} GiB a device ({chosen.memory.source})")
+    verdict.append(f"; {peak:.2f} of {limit:.2f} GiB a device ({chosen.memory.source}")
+    verdict.append(f", to {ERROR:.0%})" if chosen.memory.source == "analytic" else ")")
     return verdict
 
 
@@ -102,10 +104,8 @@ def _facts(plan: Plan) -> Table:
 def _lines(plan: Plan) -> Iterable[tuple[str, str]]:
     chosen, config, host = plan.choice.chosen, plan.train_config, plan.host
     yield "settings", str(chosen.candidate)
-    yield (
-        "optimizer step",
-        f"{config.gradient_accumulation_steps} micro-batches of {config.micro_batch_size} rows a card",
-    )
+    times, rows = config.gradient_accumulation_steps, config.micro_batch_size
+    yield "optimizer step", f"{times} x {rows} x {config.sequence_length} tokens a card"
     if chosen.time is not None:
         time = chosen.time
         shares = (("products", time.products), ("memory traffic", time.traffic), ("waiting", time.waiting))
