@@ -18,8 +18,8 @@ from runs import recorder, tiny_config, write_rows
 
 from models.lora import initial_adapter
 from models.parameters import split
+from zagora_jax import interruption, trainer
 from zagora_jax import train as command
-from zagora_jax import trainer
 from zagora_jax.adapter import peft_names
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
@@ -30,6 +30,7 @@ from zagora_jax.config import LoraConfig, TrainConfig
 from zagora_jax.config_file import load_config
 from zagora_jax.data.batches import Batches
 from zagora_jax.errors import UserError
+from zagora_jax.evaluation import Evaluation
 from zagora_jax.interruption import Interrupted
 from zagora_jax.run_directory import RunDirectory, read_metrics
 from zagora_jax.trainer import TrainResult, train
@@ -322,6 +323,31 @@ def test_a_spike_is_named_and_skipped_or_ends_the_run(folder, tmp_path, made_up,
         train(configure(folder, tmp_path / "run", **options), reporter)
     assert "step 2: the loss 9 is a spike, usual is 1.5: its update is left out (1 in a row, 1 in all)" in printed()
     assert SavedStates(tmp_path / "run" / "checkpoints").steps() == [1]
+
+
+def test_an_evaluation_that_a_signal_breaks_off_is_made_up_for(folder, tmp_path, made_up, monkeypatch):
+    calls = []
+
+    def evaluate(*_):
+        calls.append(None)
+        if len(calls) == 2:  # the first is that before the first step
+            signal.raise_signal(signal.SIGTERM)
+            interruption.check()
+        return Evaluation(1.5, 10)
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    options = {"max_steps": 6, "eval_data": [folder / "held_out.jsonl"], "eval_every": 2}
+    made_up([(True, None)] * 6)
+    config = configure(folder, tmp_path / "run", **options)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        train(config, recorder()[0])
+    assert ["eval_loss" in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [False, False]
+    assert SavedStates(tmp_path / "run" / "checkpoints").steps() == [1, 2]
+    made_up([(True, None)] * 4)
+    train(config.model_copy(update={"resume": True}), recorder()[0])
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line.get("eval_loss") for line in lines] == [None, 1.5, None, 1.5, None, None]
+    assert RunDirectory(tmp_path / "run").read_report()["loss_after"] == 1.5
 
 
 def test_a_device_that_fails_ends_the_run_and_what_was_saved_stands(folder, tmp_path, made_up):

@@ -1,0 +1,57 @@
+"""Measures how long a save holds up training: the call that begins it, and the step after it.
+
+    python benchmarks/saving.py --model synthetic:llama-3-8b?layers=8 --sequence-length 512
+
+takes the options of `python -m zagora_jax.train`; a run of 24 steps in a temporary directory, saved at every fourth.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from zagora_jax import trainer
+from zagora_jax.command_line import parse
+from zagora_jax.config import TrainConfig
+
+STEPS, SAVE_EVERY = 24, 4
+
+
+def measure(config: TrainConfig) -> dict[str, float]:
+    """Train as `config` says, and return milliseconds (and the state's MiB)."""
+    run = trainer._Run(config, trainer.Reporter())
+    begin_to_save, calls = run._save, []
+
+    def timed(*args):
+        started = time.perf_counter()
+        begin_to_save(*args)
+        calls.append(1e3 * (time.perf_counter() - started))
+
+    run._save = timed
+    run.train()
+    lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
+    # Of the first steps, and of the last, whose save waits for the one before, nothing is counted.
+    seconds = {line["step"]: 1e3 * line["seconds"] for line in lines if SAVE_EVERY < line["step"] < STEPS}
+    after = [value for step, value in seconds.items() if step % SAVE_EVERY == 1]
+    others = [value for step, value in seconds.items() if step % SAVE_EVERY != 1]
+    newest = max((config.output / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    return {
+        "state_mib": sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 2**20,
+        "step_ms": statistics.median(others),
+        "step_after_save_ms": statistics.median(after),
+        "call_ms": statistics.median(calls[1:-1]),
+        "stall_ms": statistics.median(calls[1:-1]) + max(0.0, statistics.median(after) - statistics.median(others)),
+    }
+
+
+def main() -> None:
+    given = ["--max-steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--gradient-accumulation-steps", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse(TrainConfig, [*sys.argv[1:], *given, "--output", str(Path(folder) / "run")])
+        print(json.dumps({name: round(value, 1) for name, value in measure(config).items()}))
+
+
+if __name__ == "__main__":
+    main()
