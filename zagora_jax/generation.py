@@ -96,11 +96,8 @@ class Generator:
             turns = [{"role": "user", "content": question}]
             try:
                 require_harmless(self._tokenizer.get_chat_template())
-                text = within_limits(
-                    lambda turns=turns: self._tokenizer.apply_chat_template(
-                        turns, add_generation_prompt=True, tokenize=False
-                    )
-                )
+                render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+                text = within_limits(partial(render, turns))
             except Exception as error:  # a template is a program: it may raise anything
                 name = self._tokenizer.name_or_path
                 raise UserError(f"{name}: its chat template refuses the prompt {question:.40}: {error}") from error

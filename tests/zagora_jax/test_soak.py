@@ -55,7 +55,8 @@ def test_nothing_grows(tmp_path, monkeypatch, steps):
     print(json.dumps(seen))
     first, last = seen[1], seen[-1]
     assert last[1] - first[1] < 16
-    assert last[2] - first[2] <= 2  # a save that goes on has files open
+    # While a save goes on, it has files open: so the fewest of either half.
+    assert min(files for _, _, files, _ in seen[4:]) <= min(files for _, _, files, _ in seen[:4])
     assert last[3] == first[3]
 
 
