@@ -14,6 +14,7 @@ from zagora_jax.errors import UserError
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import Candidate
 from zagora_jax.planning.compiled import compile_planned
+from zagora_jax.planning.host import PROCESS
 from zagora_jax.planning.machine import Machine
 from zagora_jax.planning.memory import DeviceMemory, read_memory, read_stage
 from zagora_jax.planning.model import PlannedModel
@@ -123,6 +124,12 @@ class Evaluator:
             estimates = self.estimate(candidate).stages
             stages = tuple(map(read_stage, of_stages, arguments, estimates))
         return Evaluated(candidate, stages, self._time(config))
+
+    def host_holds(self, evaluated: Evaluated) -> bool:
+        """Whether the host has the memory that offloaded arrays take, as far as anybody knows."""
+        devices = self.machine.count // len(evaluated.stages)
+        pinned = sum(memory.host for memory in evaluated.stages) * devices
+        return self.machine.host_memory is None or PROCESS + pinned <= self.machine.host_memory
 
     def for_machine(self, machine: Machine, lora: LoraConfig) -> "Evaluator":
         """Return one that estimates for another machine, or for another adapter."""

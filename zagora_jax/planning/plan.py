@@ -1,5 +1,7 @@
 """The whole answer of `configure`: model, machine, choice, time, host; and what of it is JSON."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from zagora_jax.planning.model import PlannedModel, find_model
 from zagora_jax.planning.search import Bound, Choice, choose
 
 GIB = 2**30
+DEFAULT_PINNED = 64 * 10**9  # bytes of the host that XLA pins at most, unless its environment variable says otherwise
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,14 @@ def make_plan(config: ConfigureConfig, say: Say) -> Plan:
     host = host_needs(
         chosen.candidate.config, model.base, chosen.stages, host_memory=machine.host_memory, here=bool(machine.present)
     )
-    notes = (*model.notes, *machine.notes, *evaluator.notes)
+    notes = (*model.notes, *machine.notes, *evaluator.notes, *_pinned_notes(host))
     return Plan(config, model, machine, choice, host, rows, _duration(config, chosen, rows), notes, asked_length)
+
+
+def _pinned_notes(host: HostNeeds) -> Iterator[str]:
+    if host.pinned > DEFAULT_PINNED:
+        needed = math.ceil(host.pinned / 1e9)
+        yield f"set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} or more: XLA pins {DEFAULT_PINNED // 10**9} GB by itself"
 
 
 def _count_rows(config: ConfigureConfig, model: PlannedModel) -> Rows:

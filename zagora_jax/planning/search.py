@@ -61,7 +61,8 @@ def choose(config: ConfigureConfig, evaluator: Evaluator) -> Choice:
         UserError: an option that leaves nothing to search.
     """
     limit = evaluator.machine.budget.limit
-    found = _ranked(_estimates(config, evaluator))
+    ranked = _ranked(_estimates(config, evaluator))
+    found = [evaluated for evaluated in ranked if evaluator.host_holds(evaluated)] or ranked
     chosen = _fastest_that_fits(found, evaluator, limit)
     if chosen is None:
         least = min(found, key=lambda e: e.memory.peak)

@@ -114,9 +114,14 @@ def _lines(plan: Plan) -> Iterable[tuple[str, str]]:
         yield "interconnect", f"{plan.machine.link.name}, {plan.machine.link.gpu_gb_s:.1f} GB/s"
     if plan.choice.longest_sequence is not None:
         bound = plan.choice.longest_sequence
-        yield "longest sequence", f"{bound.value:,} tokens ({bound.by.candidate.settings_text})"
+        context = plan.model.base.model.config.max_positions
+        past = f", past the model's context of {context:,}" if bound.value > context else ""
+        yield "longest sequence", f"at least {bound.value:,} tokens{past} ({bound.by.candidate.settings_text})"
     if plan.choice.largest_micro_batch is not None:
-        yield "largest micro-batch", f"{plan.choice.largest_micro_batch.value} rows a card, as chosen otherwise"
+        yield (
+            "largest micro-batch",
+            f"at least {plan.choice.largest_micro_batch.value} rows a card, as chosen otherwise",
+        )
     there = "" if host.memory_there is None else f" of {host.memory_there / GIB:.1f}"
     yield "host memory", f"{host.memory / GIB:.1f}{there} GiB ({host.pinned / GIB:.1f} pinned for the cards)"
     free = "" if host.disk_free is None else f"; {host.disk_free / GIB:.0f} free"

@@ -63,6 +63,13 @@ def test_the_bounds_are_the_last_that_fit():
     assert evaluator.estimate(choice.chosen.candidate.changed(micro_batch_size=most.value + 1)).highest_peak > limit
 
 
+def test_a_host_with_little_memory_gets_a_plan_that_offloads_nothing():
+    assert four_cards()[0].chosen.candidate.config.offload.activations
+    choice, _ = search(model_size="70B", gpu_count=4, host_memory=16)
+    assert choice.fits
+    assert not choice.chosen.candidate.config.offload.activations
+
+
 def test_given_options_are_kept():
     choice, _ = search(model_size="8B", micro_batch_size=2, optimizer="adamw_8bit", remat="full", rows_per_step=6)
     config = choice.chosen.candidate.config
