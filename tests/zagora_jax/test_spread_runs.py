@@ -118,7 +118,7 @@ def test_other_devices_go_on_with_the_same_parameters(folder, tmp_path, exchange
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": MeshConfig(fsdp=1)}, "--gradient-compression int8: one device has nobody to send gradients to"),
+        ({"mesh": MeshConfig(fsdp=1)}, "--gradient-compression int8 --gradient-exchange delayed: one device has nobody"),
         ({"mesh": MeshConfig(fsdp=2)}, "--gradient-exchange delayed: is between replicas, .* overlapped"),
         ({"compute_dtype": "float16"}, "--gradient-compression int8 in the backward pass, .* float16"),
     ],
