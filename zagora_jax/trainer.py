@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -362,12 +363,13 @@ class _Run:
         self, states: StateWriter, metrics_file: MetricsFile, background: BackgroundWriter, state: TrainState
     ) -> None:
         """Begin to save `state`, whose arrays the next step may reuse."""
-        copy = copy_to_host(state)
+        of_state = copy_to_host(state)
+        arrangement = copy(self.arrangement)  # as it is now: layers may move to other stages in the next step
         progress = asdict(replace(self.progress, data=self.iterator.get_state()))
 
         def write() -> None:
             self.directory.require_in_place()
-            whole = self.arrangement.whole_state(copy, self.state_shapes)
+            whole = arrangement.whole_state(of_state, self.state_shapes)
             # First what a saved state always has beside it: its steps' metrics, and its adapter.
             metrics_file.sync()
             self._save_adapter(whole)
