@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import eight_devices
@@ -15,6 +16,7 @@ from models.config import ModelConfig
 from models.llama import Llama
 from models.lora import initial_adapter
 from models.parameters import split
+from models.stream import stream_order
 from sharding.mesh import make_mesh
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import Arrangement, Recipe
@@ -61,12 +63,14 @@ class Case(NamedTuple):
     optimizer: str = "adamw"
     compression: str = "none"
     exchange: str = "synchronous"
+    streamed_layers: int = 0
     options: ForwardOptions = ForwardOptions(kernel="chunked", remat="full", segmented=True)
     model: str = "llama"
     config: dict[str, Any] = ODD
 
     def __str__(self) -> str:
-        return "-".join([self.model, self.quantization, *(f"{axis}{size}" for axis, size in self.mesh.items())])
+        mesh = [f"{axis}{size}" for axis, size in self.mesh.items()]
+        return "-".join([self.model, self.quantization, *mesh, *(["streamed"] if self.streamed_layers else [])])
 
 
 class Subject(NamedTuple):
@@ -100,7 +104,7 @@ def train(case: Case, subject: Subject, arrangement: Arrangement | None):
         whole = arrangement.begin(whole)
         recipe = Recipe(optimizer, schedule, case.options, max_grad_norm=1.0, dropout_seed=0)
         step = arrangement.compile_training(recipe, whole, subject.batches[0])
-        state, frozen = arrangement.put_state(whole), subject.base.load(destination=arrangement)
+        state, frozen = arrangement.put_state(whole), arrangement.load(partial(subject.base.load, lambda: None))
     numbers = []
     for batch in subject.batches:
         state, metrics = step(state, frozen, batch)
@@ -115,7 +119,9 @@ def arrangement_of(case: Case, subject: Subject) -> Arrangement:
     mesh = make_mesh(case.mesh, jax.devices()[: int(np.prod(list(case.mesh.values())))])
     if "stage" in case.mesh:
         return Pipeline(mesh, subject.base.model, [1] * case.mesh["stage"])
-    return Distribution(mesh, subject.base.model, case.compression, case.exchange)  # type: ignore[arg-type]
+    streamed = case.streamed_layers
+    order = stream_order(subject.base.model.config.num_layers, streamed) if streamed else None
+    return Distribution(mesh, subject.base.model, case.compression, case.exchange, order)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -145,6 +151,7 @@ CASES = [
             Case({"data": 2, "fsdp": 2, "tensor": 2}, steps=20),
             Case({"data": 2, "tensor": 3}, exchange="overlapped"),
             Case({"stage": 2, "tensor": 2}),
+            Case({"tensor": 2, "fsdp": 2}, streamed_layers=1),
             Case({"tensor": 3}, "hqq"),
             Case({"tensor": 2, "fsdp": 2}, "int8"),
             Case({"tensor": 2, "fsdp": 2}, model="phi3", config={}),
