@@ -102,7 +102,9 @@ def train(case: Case, subject: Subject, arrangement: Arrangement | None):
         step, state, frozen = jax.jit(step, compiler_options=FAST), whole, subject.base.load()
     else:
         whole = arrangement.begin(whole)
-        recipe = Recipe(optimizer, schedule, case.options, max_grad_norm=1.0, dropout_seed=0)
+        recipe = Recipe(
+            optimizer, schedule, case.options, max_grad_norm=1.0, dropout_seed=0, total_steps=case.steps + 2
+        )
         step = arrangement.compile_training(recipe, whole, subject.batches[0])
         state, frozen = arrangement.put_state(whole), arrangement.load(partial(subject.base.load, lambda: None))
     numbers = []
@@ -128,7 +130,7 @@ def arrangement_of(case: Case, subject: Subject) -> Arrangement:
 def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
     if not eight_devices.available():
         pytest.skip("run by test_on_eight_devices")
-    monkeypatch.setattr("zagora_jax.distribution.compiler_options", lambda mesh: FAST)
+    monkeypatch.setattr("zagora_jax.distribution.compiler_options", lambda mesh, **_: FAST)
 
 
 def test_on_eight_devices() -> None:
