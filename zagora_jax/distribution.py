@@ -219,7 +219,7 @@ class Distribution:
         """Bring frozen parameters onto the devices, and streamed layers into host memory."""
         if self.waiting is None:
             return read(self)
-        destination = StreamedDestination(self._frozen_by_path, self.waiting, self.whole, self._cut_layer)
+        destination = StreamedDestination(self._frozen_by_path, self.waiting, self.whole)
         parameters = read(destination)
         return StreamedFrozen(parameters, destination.waiting)
 
@@ -229,14 +229,10 @@ class Distribution:
 
     def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
         """Spread one layer's value of a frozen parameter, and put it into its stack."""
-        parts = self._cut_layer(path, value)
-        spread = jax.tree.map(lambda spread, array: spread.put_layer(array), self._frozen_by_path[path], parts)
+        if (cut := self._cuts[path]) is not None:
+            value = cut(value)
+        spread = jax.tree.map(lambda spread, array: spread.put_layer(array), self._frozen_by_path[path], value)
         return set_layer(stack, spread, layer)
-
-    def _cut_layer(self, path: Path, value: Any) -> Any:
-        """Cut one layer's value of a frozen parameter over "tensor", if it is cut."""
-        cut = self._cuts[path]
-        return value if cut is None else cut(value)
 
     def whole(self, path: Path, value: Any) -> Any:
         """Spread a frozen parameter that is not stacked, or a whole stack."""

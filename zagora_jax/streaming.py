@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.llama import Llama
 from models.parameters import Path
 from models.stream import StreamedStack, StreamOrder, stream_order
-from sharding.mesh import shard_count
 from sharding.rules import named_sharding
 from sharding.spread import Spread
 from zagora_jax.config import TrainConfig
@@ -22,8 +21,8 @@ from zagora_jax.errors import UserError
 PINNED = "pinned_host"
 ALIGNMENT = 256  # bytes: what a GPU's vector loads and copies like best
 
-# A waiting layer is laid out as the flat parameters are: a part for each device along "tensor" and "fsdp".
-AXES = ("layers", "flat_parts")
+# A waiting layer is laid out as the flat parameters are: a part for each device of "fsdp".
+AXES = ("layers", "flat")
 
 
 def stream_of(config: TrainConfig, model: Llama) -> StreamOrder | None:
@@ -130,7 +129,7 @@ class WaitingLayers:
     @property
     def shape(self) -> tuple[int, int]:
         """[K, devices * bytes]."""
-        return self.order.streamed_layers, self.device_bytes * shard_count(self.mesh)
+        return self.order.streamed_layers, self.device_bytes * self.mesh.shape["fsdp"]
 
     @property
     def host_bytes(self) -> int:
@@ -160,15 +159,9 @@ class WaitingLayers:
 class StreamedDestination:
     """Where a checkpoint's parameters go: the streamed layers' to `waiting`, the others where `resident` puts them."""
 
-    def __init__(
-        self,
-        spreads: dict[Path, Any],
-        waiting: WaitingLayers,
-        whole: Callable[[Path, Any], Any],
-        cut: Callable[[Path, Any], Any],
-    ):
-        """Make room. `whole` brings a parameter that is not stacked into its form, `cut` one layer's into parts."""
-        self._spreads, self.whole, self._cut = spreads, whole, cut
+    def __init__(self, spreads: dict[Path, Any], waiting: WaitingLayers, whole: Callable[[Path, Any], Any]):
+        """Make room. `whole` brings a parameter that is not stacked into its form."""
+        self._spreads, self.whole = spreads, whole
         self.waiting = waiting.zeros()
 
     def empty(self, path: Path, declared: Any) -> Any:
@@ -188,7 +181,7 @@ class StreamedDestination:
                 return stored
             return spread.wrap(_set(stored.array.resident, part, place))
 
-        return jax.tree.map(set_array, self._spreads[path], stack, self._cut(path, value))
+        return jax.tree.map(set_array, self._spreads[path], stack, value)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -16,7 +16,6 @@ from models.config import ModelConfig
 from models.llama import Llama
 from models.lora import initial_adapter
 from models.parameters import split
-from models.stream import stream_order
 from sharding.mesh import make_mesh
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import Arrangement, Recipe
@@ -63,14 +62,12 @@ class Case(NamedTuple):
     optimizer: str = "adamw"
     compression: str = "none"
     exchange: str = "synchronous"
-    streamed_layers: int = 0
     options: ForwardOptions = ForwardOptions(kernel="chunked", remat="full", segmented=True)
     model: str = "llama"
     config: dict[str, Any] = ODD
 
     def __str__(self) -> str:
-        mesh = [f"{axis}{size}" for axis, size in self.mesh.items()]
-        return "-".join([self.model, self.quantization, *mesh, *(["streamed"] if self.streamed_layers else [])])
+        return "-".join([self.model, self.quantization, *(f"{axis}{size}" for axis, size in self.mesh.items())])
 
 
 class Subject(NamedTuple):
@@ -121,9 +118,7 @@ def arrangement_of(case: Case, subject: Subject) -> Arrangement:
     mesh = make_mesh(case.mesh, jax.devices()[: int(np.prod(list(case.mesh.values())))])
     if "stage" in case.mesh:
         return Pipeline(mesh, subject.base.model, [1] * case.mesh["stage"])
-    streamed = case.streamed_layers
-    order = stream_order(subject.base.model.config.num_layers, streamed) if streamed else None
-    return Distribution(mesh, subject.base.model, case.compression, case.exchange, order)  # type: ignore[arg-type]
+    return Distribution(mesh, subject.base.model, case.compression, case.exchange)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -153,7 +148,6 @@ CASES = [
             Case({"data": 2, "fsdp": 2, "tensor": 2}, steps=20),
             Case({"data": 2, "tensor": 3}, exchange="overlapped"),
             Case({"stage": 2, "tensor": 2}),
-            Case({"tensor": 2, "fsdp": 2}, streamed_layers=1),
             Case({"tensor": 3}, "hqq"),
             Case({"tensor": 2, "fsdp": 2}, "int8"),
             Case({"tensor": 2, "fsdp": 2}, model="phi3", config={}),
