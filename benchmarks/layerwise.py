@@ -4,8 +4,8 @@
     JAX_PLATFORMS=cpu python benchmarks/layerwise.py links             # tokens/s by the time model of configure
 
 `bubble` runs the schedule on simulated devices whose tasks sleep; the order, the bound on queues and the clock are
-those of training, which writes its own idle share to metrics.jsonl. `links` compares estimates for one optimizer step of
-as many tokens; fsdp gives every card rows of its own, so that its number of micro-batches does not matter.
+those of training, which writes its own idle share to metrics.jsonl. `links` compares estimates; fsdp gives every card
+rows of its own, so that its number of micro-batches does not matter.
 """
 
 import argparse

@@ -162,6 +162,16 @@ def test_an_embedding_that_is_the_head_too(tmp_path, stages, host_embedding):
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [{"fsdp": 2}, {"tensor": 2}], ids=str)
+def test_stages_of_devices_that_share_their_layers(subject, inside):
+    expected, one = alone(subject, 3, 3)
+    mesh = make_mesh({"stage": 2, **inside}, jax.devices()[:4])
+    found, state = trained(Pipeline(mesh, subject.base.model, (3, 2)), subject, batches(3, 3))
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    assert furthest(state, one) < 1e-4
+
+
 # Gradients rounded to 8 bits: see test_distribution.
 @pytest.mark.slow
 def test_replicas_of_a_pipeline_exchange_compressed_gradients(subject):
