@@ -54,11 +54,12 @@ class PipelineStep:
         """Compile the programs of all stages; `whole` and `batch` give shapes."""
         self.pipeline, self._recipe, self._whole, self._batch, self._say = pipeline, recipe, whole, batch, say
         self._compiled: dict[tuple[int, int], StagePrograms] = {}
+        started = time.perf_counter()
         self.programs = self._compile(pipeline.stages)
+        self._move_seconds = time.perf_counter() - started  # that a move takes: compiling, mostly
         self._order = dispatch_order(len(self.programs), len(batch.tokens))
         self._watches = [Watch(MOST_QUEUED) for _ in self.programs]
         self.work: list[Work] = []  # of the last step
-        self._move_seconds: float | None = None  # that the last move took
         self._refused: list[int] = []
         self._balancer = None
         if (balance := pipeline.balance) is not None and len(self.programs) > 1:
@@ -137,8 +138,10 @@ class PipelineStep:
             f"stage {slowest} takes {max(seconds) * 1e3:.3g} ms a micro-batch with {layers[slowest]} layers, and the "
             f"slowest stage would take {pace(move.costs, move.cut) * 1e3:.3g} ms with {', '.join(map(str, move.cut))}"
         )
-        if self._move_seconds is not None and saved * left < self._move_seconds:
-            return self._refuse(move, state, f"{what}; {left} steps do not make up for {self._move_seconds:.1f} s")
+        if saved * left < self._move_seconds:
+            return self._refuse(
+                move, state, f"{what}; {left} steps do not make up for a move of {self._move_seconds:.1f} s"
+            )
         started = time.perf_counter()
         stages = self.pipeline.cut(move.cut)
         programs = self._compile(stages)

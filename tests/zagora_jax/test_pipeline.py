@@ -1,6 +1,7 @@
 """A step through the stages of a pipeline against the same step on one device, and what each stage holds."""
 
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import eight_devices
@@ -13,6 +14,7 @@ from flax import nnx
 
 from models.lora import initial_adapter
 from models.parameters import split
+from sharding.balance import Move, StageCost
 from sharding.mesh import make_mesh
 from zagora_jax import pipeline_step
 from zagora_jax.arrangement import Recipe, silent
@@ -22,6 +24,7 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.pipeline import Balance, Pipeline
+from zagora_jax.stage import PipelineState
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import initial_state
 from zagora_jax.trainer import train
@@ -299,3 +302,24 @@ def test_a_run_goes_on_with_another_cut(tmp_path):
     assert once.loss_after == result.loss_after
     alone, _, _ = run("parted", max_steps=5, resume=True, strategy="replicas", mesh=MeshConfig(data=2))
     assert alone.loss_after < result.loss_after
+
+
+def test_a_move_that_the_rest_of_the_run_does_not_make_up_for_is_refused_once(subject):
+    """It would save 2 / 3 of 12 s x 3 micro-batches, in each of 6 steps."""
+    said = []
+    step = SimpleNamespace(
+        pipeline=pipeline(subject, (3, 2)),
+        _batch=batches(6, 3)[0],
+        _recipe=SimpleNamespace(total_steps=6),
+        _move_seconds=145.0,
+        _refused=[],
+        _say=said.append,
+    )
+    step._refuse = partial(pipeline_step.PipelineStep._refuse, step)
+    state = PipelineState((initial_state(subject.adapters, make_optimizer("adamw", 1e-3, 0.0), "float32"),) * 2)
+    move = Move([1, 4], [StageCost(4.0), StageCost(1.0)], gain=2 / 3)
+    for _ in range(2):
+        assert pipeline_step.PipelineStep._move(step, move, state, subject.frozen, [12.0, 2.0]) is state
+    (line,) = said
+    assert line.startswith("no layers moved: stage 0 takes 1.2e+04 ms a micro-batch with 3 layers")
+    assert line.endswith("6 steps do not make up for a move of 145.0 s")
