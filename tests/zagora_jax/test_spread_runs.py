@@ -54,6 +54,8 @@ def configure(folder, run, **options):
 
 @pytest.fixture(scope="module")
 def unbroken(folder):
+    if not eight_devices.available():
+        pytest.skip("run by test_on_eight_devices")
     reporter, printed = recorder()
     train(configure(folder, folder / "unbroken"), reporter)
     return folder / "unbroken", printed()
@@ -118,7 +120,10 @@ def test_other_devices_go_on_with_the_same_parameters(folder, tmp_path, exchange
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": MeshConfig(fsdp=1)}, "--gradient-compression int8 --gradient-exchange delayed: one device has nobody"),
+        (
+            {"mesh": MeshConfig(fsdp=1)},
+            "--gradient-compression int8 --gradient-exchange delayed: one device has nobody",
+        ),
         ({"mesh": MeshConfig(fsdp=2)}, "--gradient-exchange delayed: is between replicas, .* overlapped"),
         ({"compute_dtype": "float16"}, "--gradient-compression int8 in the backward pass, .* float16"),
     ],
