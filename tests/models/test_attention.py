@@ -223,7 +223,9 @@ def test_nothing_of_the_size_of_a_mask_exists(packed, small_blocks):
 
 
 def test_a_block_of_scores_is_bounded_whatever_the_batch():
-    sizes = [models.attention._Blocks.of(jnp.zeros((b, 4096, h, 1)), None).size for b, h in [(1, 32), (4, 32), (8, 64)]]
+    sizes = [
+        models.attention._Blocks.of(jnp.zeros((b, 4096, h, 1)), None, None).size for b, h in [(1, 32), (4, 32), (8, 64)]
+    ]
     assert sizes == [512, 256, 128]
 
 

@@ -155,9 +155,12 @@ def test_a_merged_export_is_the_adapted_model(tmp_path, model, variant):
     lora = lora_of(variant)
     run = tmp_path / "run"
     run.mkdir()
-    save_config(TrainConfig(model=str(model), data=[run / "rows.jsonl"], lora=lora), run / "config.yaml")
+    config = TrainConfig(model=str(model), data=[run / "rows.jsonl"], lora=lora)
+    save_config(config, run / "config.yaml")
     fingerprint = open_checkpoint(str(model)).fingerprint()
-    (run / "report.json").write_text(json.dumps({"synthetic": False, "model_fingerprint": fingerprint}))
+    (run / "report.json").write_text(
+        json.dumps({"synthetic": False, "model_fingerprint": fingerprint, "options": config.model_dump(mode="json")})
+    )
     base = opened(model, lora)
     written(run / "adapter", base, lora)
     result = export(ExportConfig(run=run, to=tmp_path / "out"))

@@ -180,7 +180,7 @@ def test_help_shows_headings_defaults_and_values():
     for heading in TrainConfig.headings.values():
         assert f"\n{heading}:\n" in text
     assert "--lora.rank N                 Rank of the two adapter matrices beside each targeted weight. [16]\n" in text
-    assert "--quantization nf4|none" in text
+    assert "--quantization nf4|hqq|int8|none" in text
 
 
 def run(monkeypatch, main, *arguments: str) -> int:

@@ -76,7 +76,7 @@ def test_numbers_with_exponents(tmp_path, text):
         ("learning_rate: fast", r'config\.yaml:3: learning_rate: expected a number, found "fast"$'),
         ("learning_rate: .nan", r"config\.yaml:3: learning_rate: expected a finite number, found NaN$"),
         ("learning_rate: 1e999", r"config\.yaml:3: learning_rate: expected a finite number, found Infinity$"),
-        ("quantization: fp4", r"config\.yaml:3: quantization: expected 'nf4' or 'none', found \"fp4\"$"),
+        ("quantization: fp4", r"config\.yaml:3: quantization: expected 'nf4', 'hqq', 'int8' or 'none', found \"fp4\"$"),
         ("resume: [a]", r"config\.yaml:3: resume: expected true or false or a path, found \[\"a\"\]$"),
         (
             "eval_data: [a, {b: 1}]",

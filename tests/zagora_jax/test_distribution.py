@@ -136,7 +136,7 @@ UNEVEN = {"use_dora": True, "rank_pattern": ["down_proj=3"], "targets": ["1.self
 @pytest.mark.parametrize(
     ("quantization", "sizes", "optimizer", "lora"),
     [
-        ("hqq", {"fsdp": 3}, "adamw", {"targets": ["q_proj", "down_proj"]}),
+        pytest.param("hqq", {"fsdp": 3}, "adamw", {"targets": ["q_proj", "down_proj"]}, marks=pytest.mark.slow),
         ("int8", {"data": 2, "fsdp": 2}, "adamw_8bit", UNEVEN),
     ],
     ids=["hqq", "int8, uneven adapters"],
@@ -186,7 +186,11 @@ def test_twenty_steps_on_any_mesh_are_those_of_one_device(for_long, sizes):
 # Gradients rounded to 8 bits (a part in 254 of a block's largest) or 4 bits (a part in 14) change an update of Adam by
 # about as much, and so the loss of 9 by that share of what three updates have moved, about 0.3.
 @pytest.mark.parametrize(
-    ("compression", "sizes", "tolerance"), [("int8", {"fsdp": 2}, 5e-3), ("int4", {"data": 2, "fsdp": 2}, 5e-2)]
+    ("compression", "sizes", "tolerance"),
+    [
+        pytest.param("int8", {"fsdp": 2}, 5e-3, marks=pytest.mark.slow),
+        ("int4", {"data": 2, "fsdp": 2}, 5e-2),
+    ],
 )
 def test_compressed_gradients_train_nearly_alike(subject, compression, sizes, tolerance):
     expected, _ = alone(subject, "adamw")
@@ -200,7 +204,13 @@ def test_compressed_gradients_train_nearly_alike(subject, compression, sizes, to
 
 # Every layer's vectors are the same in both programs but for the last bits of a gradient, of which a few then round to
 # the neighbouring integer: a change of one value in thousands by a quantisation step, so of a loss by far less.
-@pytest.mark.parametrize(("compression", "sizes"), [("none", {"data": 2, "fsdp": 2}), ("int4", {"data": 2, "fsdp": 2})])
+@pytest.mark.parametrize(
+    ("compression", "sizes"),
+    [
+        pytest.param("none", {"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
+        ("int4", {"data": 2, "fsdp": 2}),
+    ],
+)
 def test_overlapped_gradients_are_the_synchronous_ones(subject, compression, sizes):
     expected, synchronous = spread(subject, "adamw", sizes, compression)
     found, overlapped = spread(subject, "adamw", sizes, compression, "overlapped")

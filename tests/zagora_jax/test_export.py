@@ -329,7 +329,7 @@ def test_a_checkpoint_is_exported_in_place_of_the_newest_adapter(tmp_path, run):
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path, run, format_):
     """The limit is on the size of a file; the error comes from the system as that of a full disk does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (35_000, limits[1]))
     try:
         with pytest.raises(UserError, match="File too large"):
             export(ExportConfig(run=run, to=tmp_path / "to", format=format_))

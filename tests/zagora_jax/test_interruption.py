@@ -10,11 +10,13 @@ import pytest
 from zagora_jax.interruption import STOPPED, Interrupted, interruptible, requested, saving_first
 
 PRELUDE = """
-import hashlib, sys, threading, time
+import hashlib, signal, sys, threading, time
 from zagora_jax import interruption
 from zagora_jax.interruption import Interrupted, check, interruptible, requested, saving_first
 
 interruption.UNWINDING = 0.5
+# As in a terminal, however these tests were started: a shell has SIGINT ignored in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def in_compiled_code():
     # One call of minutes that gives back the interpreter's lock, as XLA's do.

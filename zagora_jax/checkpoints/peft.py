@@ -273,7 +273,10 @@ def _checksum(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def _verify(directory: Path, tensors: Mapping[str, np.ndarray], config: AdapterConfig) -> None:
-    written, read_config = read_adapter(directory)
+    try:
+        written, read_config = read_adapter(directory)
+    except UserError as error:
+        raise RuntimeError(f"{directory}: the adapter reads back differently from what was written: {error}") from error
     if read_config != config or written.keys() != tensors.keys():
         raise RuntimeError(f"{directory}: the adapter reads back differently from what was written")
     for name, tensor in tensors.items():

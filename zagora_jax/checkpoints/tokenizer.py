@@ -86,8 +86,11 @@ def _load(files: dict[str, bytes], checkpoint: Checkpoint) -> "PreTrainedTokeniz
     with tempfile.TemporaryDirectory() as directory:
         for name, data in files.items():
             path = Path(directory, name)
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(data)
+            try:
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(data)
+            except OSError as error:
+                raise UserError(f"{path}: a temporary file cannot be written: {error.strerror or error}") from error
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
             tokenizer("")  # only now is a model_max_length of another type noticed

@@ -29,8 +29,17 @@ from zagora_jax.config import LoraConfig
 QUICK = profile(100)
 SLOWER = profile(30)
 
-for name in ("transformers", "zagora_jax"):
-    logging.getLogger(name).setLevel(logging.CRITICAL)
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    """Thousands of damaged files are warned of."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "zagora_jax")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -57,9 +57,7 @@ def test_a_text_that_is_longer_than_any_row(tokenizer):
 
 
 def test_a_power_of_more_digits_than_can_be_computed(tokenizer):
-    assert refused(tokenizer, "\n{{ 9 ** 9 ** 9 }}").endswith(
-        "has a power (**) in line 2, which no chat template needs"
-    )
+    assert refused(tokenizer, "\n{{ 9 ** 9 ** 9 }}").endswith("has a power (**) in line 2, which no chat needs")
     tokenizer.chat_template = kinds.CHATML + "{# 2 ** 3 #}"
     assert "Hello" in render(Conversation(TURNS), tokenizer, HERE).text
 
