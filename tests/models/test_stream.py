@@ -87,7 +87,7 @@ def test_results_and_gradients_are_those_of_a_plain_loop(streamed, micro_batches
     ours, expected = streamed_gradients(x, held, waiting, trained), plain_gradients(x, frozen, trained)
     # The same operations in another order of summation: some units in the last place of float32 a layer.
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert np.abs(one - other).max() <= 1e-4 * np.abs(other).max()
 
 
 def test_an_order_spreads_the_resident_layers():
