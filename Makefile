@@ -27,7 +27,7 @@ test: $(VENV)/test.stamp
 
 test-slow: $(VENV)/test.stamp
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m slow
-	@JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 $(BIN)/python -m pytest -m slow $$(grep -rl eight_devices.run tests)
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/eight_devices.py -m slow $$(grep -rl --include='test_*.py' eight_devices.run tests)
 
 # In PYTHON's own environment, where `pip install -e '.[cuda12,test]'`, or cuda13, has put a JAX for the machine's driver.
 test-gpu:

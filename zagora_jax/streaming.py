@@ -15,6 +15,7 @@ from models.parameters import Path
 from models.stream import StreamedStack, StreamOrder, stream_order
 from sharding.rules import named_sharding
 from sharding.spread import Spread
+from zagora_jax.checkpoints.load import set_layer
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 
@@ -131,11 +132,6 @@ class WaitingLayers:
         """[K, devices * bytes]."""
         return self.order.streamed_layers, self.device_bytes * self.mesh.shape["fsdp"]
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory for one device."""
-        return self.order.streamed_layers * self.device_bytes
-
     def abstract(self) -> jax.ShapeDtypeStruct:
         """Describe the array to the compiler; the devices may be absent."""
         # Absent devices have no memories: over a mesh of them, a sharding would silently drop its memory kind.
@@ -157,7 +153,7 @@ class WaitingLayers:
 
 
 class StreamedDestination:
-    """Where a checkpoint's parameters go: the streamed layers' to `waiting`, the others where `resident` puts them."""
+    """Where a checkpoint's parameters go: the streamed layers' to `waiting`, the others to the devices."""
 
     def __init__(self, spreads: dict[Path, Any], waiting: WaitingLayers, whole: Callable[[Path, Any], Any]):
         """Make room. `whole` brings a parameter that is not stacked into its form."""
@@ -173,20 +169,15 @@ class StreamedDestination:
 
         def set_array(spread: Spread | StreamedSpread, stored: Any, array: jax.Array) -> Any:
             if not isinstance(spread, StreamedSpread):
-                return jax.tree.map(lambda all_, one: _set(all_, one, layer), stored, spread.put_layer(array))
+                return set_layer(stored, spread.put_layer(array), layer)
             part = spread.put_layer(array)
             is_streamed, place = spread.order.place(layer)
             if is_streamed:
                 self.waiting = _set_waiting(self.waiting.sharding)(self.waiting, part, place, spread.start)
                 return stored
-            return spread.wrap(_set(stored.array.resident, part, place))
+            return spread.wrap(set_layer(stored.array.resident, part, place))
 
         return jax.tree.map(set_array, self._spreads[path], stack, value)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _set(stack: jax.Array, value: jax.Array, place: int) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, value, place, 0)
 
 
 @functools.cache
