@@ -3,11 +3,12 @@
     python benchmarks/compare.py --model synthetic:llama-3-8b --remat full attention --micro-batch-size 1 4
     python benchmarks/compare.py --model 'synthetic:smollm2-135m?layers=4' --sequence-length 256   # on a CPU
     python benchmarks/compare.py --model MODEL --data train.jsonl --eval-data heldout.jsonl --max-steps 200 \
-        --strategy replicas --gradient-compression none int8 int4
+        --strategy replicas --gradient-exchange synchronous delayed --gradient-compression none int8 int4
 
-Options of `python -m zagora_jax.train` are given as there; several values of an option make a case of each combination.
-Each case is a line of results/compare.jsonl beside this file, and a row of the table printed at the end: the median
-over the steps after the warm-up, the allocator's peak, and what the compiler planned.
+Options of `python -m zagora_jax.train` are given as there; several values of an option make a case of each combination,
+and every case has all devices that its options leave it. Each case is a line of results/compare.jsonl beside this file,
+and a row of the table printed at the end: the median over the steps after the warm-up, the allocator's peak, what the
+compiler planned, and the last held-out loss in percent above the first case's.
 """
 
 import argparse
@@ -32,11 +33,14 @@ def main() -> None:
     parser.add_argument("--label", default="", help="written beside each result")
     known, options = parser.parse_known_args()
     cases = [{"model": known.model, "max-steps": known.max_steps, **case} for case in combinations(options)]
-    results = [measure(case, known.label) for case in cases]
     known.results.parent.mkdir(parents=True, exist_ok=True)
-    with known.results.open("a") as file:
-        file.writelines(json.dumps(result) + "\n" for result in results)
-    print(table(results))
+    results = []
+    for number, case in enumerate(cases, start=1):
+        results.append(result := measure(case, known.label))
+        with known.results.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{number} of {len(cases)}: {json.dumps(result)}", file=sys.stderr)
+    print(table(with_differences(results)))
 
 
 def combinations(arguments: list[str]) -> list[dict[str, str]]:
@@ -75,6 +79,17 @@ def measure(case: dict[str, Any], label: str) -> dict[str, Any]:
             "planned_gib": round(report["planned_memory_gib"], 2),
             **losses,
         }
+
+
+def with_differences(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results, each with how far its last held-out loss is above the first one's where both have one."""
+    first = results[0].get("loss_after")
+    return [
+        result | {"above_first": f"{100 * (result['loss_after'] / first - 1):+.2f} %"}
+        if first and "loss_after" in result
+        else result
+        for result in results
+    ]
 
 
 def table(results: list[dict[str, Any]]) -> str:
