@@ -373,6 +373,12 @@ class TrainConfig(CommandConfig):
     log_every: int = Field(
         default=10, ge=1, description="Steps between lines on the console; metrics.jsonl has every step."
     )
+    profile_step: int | None = Field(
+        default=None,
+        ge=1,
+        description="Trace this optimizer step, into profile/ of the run directory, and print what each device did and "
+        "the longest kernels. Not the first, which is slower than others.",
+    )
     eval_every: int = Field(
         default=0,
         ge=0,

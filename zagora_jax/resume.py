@@ -21,6 +21,7 @@ FREE_OPTIONS = {
     "output",
     "eval_data",
     "log_every",
+    "profile_step",
     "eval_every",
     "save_every",
     "keep_checkpoints",

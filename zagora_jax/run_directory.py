@@ -55,6 +55,11 @@ class RunDirectory:
         """The newest adapter, in PEFT's format."""
         return self.path / "adapter"
 
+    @property
+    def profile(self) -> Path:
+        """The trace of a profiled step."""
+        return self.path / "profile"
+
     def is_run(self) -> bool:
         """Whether a run was begun here."""
         return self.config.is_file()

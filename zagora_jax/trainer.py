@@ -3,8 +3,8 @@
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,12 +36,22 @@ from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
+from zagora_jax.reporting.trace import (
+    DEVICE_COLUMNS,
+    KERNEL_COLUMNS,
+    device_rows,
+    kernel_rows,
+    read_trace,
+    tracing,
+)
 from zagora_jax.residency import settle_streaming
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.train_state import TrainState, initial_state
+
+MOST_KERNELS = 30  # in the table of a profiled step
 
 Step = Callable[[Any, Batch], tuple[Any, Mapping[str, Any]]]
 Measure = Callable[[TrainState], Evaluation]
@@ -310,7 +320,8 @@ class _Run:
                 self._save_adapter(self.arrangement.whole_state(state, self.state_shapes))
             for number in range(first + 1, last + 1):
                 background.raise_if_failed()
-                state, metrics = self._step(lambda state, batch: compiled(state, frozen, batch), state, number)
+                with self._profiling(number):
+                    state, metrics = self._step(lambda state, batch: compiled(state, frozen, batch), state, number)
                 if number == last:
                     state, left = compiled.finish(state)
                     metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
@@ -332,6 +343,18 @@ class _Run:
                     break
         self.directory.update_report({"skipped_updates": skipped.total})
         return state
+
+    @contextmanager
+    def _profiling(self, number: int) -> Iterator[None]:
+        """Trace the step that `profile_step` names, and print what it did."""
+        if number != self.config.profile_step:
+            yield
+            return
+        with tracing(self.directory.profile):
+            yield
+        devices = read_trace(self.directory.profile)
+        self.reporter.table(f"step {number}, in ms", DEVICE_COLUMNS, device_rows(devices))
+        self.reporter.table(f"kernels of {devices[0].device}", KERNEL_COLUMNS, kernel_rows(devices[0], MOST_KERNELS))
 
     def _evaluates(self, number: int) -> bool:
         """Tell whether the step `number` is followed by an evaluation; that after the last is none of a step's."""
