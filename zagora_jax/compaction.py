@@ -1,0 +1,82 @@
+"""Closing the gaps that loading leaves in a GPU's memory, so that a step finds what it needs in one piece.
+
+XLA takes all temporary memory of a program as one block. Arrays that were put on the device between the temporary ones
+of loading lie scattered: the memory may be free, but in two pieces. Arrays that lie above a gap go to the host and come
+back, one behind the other.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+
+# The allocator rounds sizes up, and small arrays fill small gaps: only larger ones are worth a move.
+SMALLEST_GAP = 1 << 20
+
+
+class Block(NamedTuple):
+    """Device memory that an array holds, in bytes."""
+
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.start + self.size
+
+
+def compact(arrays: Any, needed: Mapping[jax.Device, int]) -> Any:
+    """Move some of a pytree's arrays, which are used up, until each device has `needed` bytes free in one piece.
+
+    Where that cannot be, all that lies above the lowest gap is moved. Devices without an allocator's limit, such as
+    CPUs, are left alone, and so are arrays in host memory.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    blocks: dict[jax.Device, dict[int, Block]] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf.sharding.memory_kind == "device":
+            for shard in leaf.addressable_shards:
+                block = Block(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+                blocks.setdefault(shard.device, {})[number] = block
+    moved: set[int] = set()
+    for device, of_leaves in blocks.items():
+        if "bytes_limit" in (stats := _stats(device)):
+            free = stats["bytes_limit"] - stats["bytes_in_use"]
+            border = first_moved(of_leaves.values(), free, needed[device])
+            moved |= {number for number, block in of_leaves.items() if border is not None and block.start >= border}
+    order = sorted(moved, key=lambda number: -leaves[number].nbytes)
+    on_host = {number: (leaves[number].sharding, jax.device_get(leaves[number])) for number in order}
+    for number in order:
+        leaves[number].delete()
+    for number, (sharding, array) in on_host.items():
+        leaves[number] = jax.device_put(array, sharding)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _stats(device: jax.Device) -> Mapping[str, int]:
+    return device.memory_stats() or {}
+
+
+def first_moved(blocks: Iterable[Block], free: int, needed: int) -> int | None:
+    """Return the address from which on blocks are to be moved together; None where that gains nothing.
+
+    Args:
+        blocks: what is in use.
+        free: bytes of the device's memory that are free, gaps between the blocks included.
+        needed: bytes wanted in one piece.
+    """
+    in_order = sorted(blocks)
+    gaps = [
+        (above.start, above.start - below.end)
+        for below, above in pairwise(in_order)
+        if above.start - below.end >= SMALLEST_GAP
+    ]
+    in_one_piece = free - sum(size for _, size in gaps)
+    border = None
+    for start, size in reversed(gaps):  # the fewest arrays first
+        if in_one_piece >= needed:
+            break
+        border, in_one_piece = start, in_one_piece + size
+    return border
