@@ -172,7 +172,27 @@ def is_streamed_stack(node: Any) -> bool:
 
 
 def _at(stack: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), stack)
+    def of_array(array: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
+
+    return jax.tree.map(of_array, stack)
+
+
+def _put(stack: Any, one: Any, index: jax.Array) -> Any:
+    def of_array(array: jax.Array, one: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(array, one, index, 0, allow_negative_indices=False)
+
+    return jax.tree.map(of_array, stack, one)
+
+
+def _count(turns: int, turn: Callable[[jax.Array, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+    def body(state: tuple[jax.Array, Any], _: None) -> tuple[tuple[jax.Array, Any], Any]:
+        counter, carry = state
+        carry, out = turn(counter, carry)
+        return (counter + 1, carry), out
+
+    (_, carry), outs = lax.scan(body, (jnp.int32(0), carry), length=turns)
+    return carry, outs
 
 
 def _in_host_memory(waiting: jax.Array) -> jax.Array:
@@ -181,7 +201,11 @@ def _in_host_memory(waiting: jax.Array) -> jax.Array:
 
 
 def _bring(waiting: jax.Array, place: jax.Array) -> jax.Array:
-    """Copy a waiting layer to the device, uint8 [bytes]; all of it at once, as XLA runs one copy at a time."""
+    """Copy a waiting layer to the device, uint8 [bytes]; all of it at once, as XLA runs one copy at a time.
+
+    In place of a layer before the first, or behind the last, that one is copied: for nothing, but a condition would
+    turn the copy into a kernel.
+    """
     return jax.device_put(_at(waiting, place), DEVICE)
 
 
@@ -230,7 +254,6 @@ def _forward(
     loop: StreamedLoop, x: jax.Array, shared: Any, frozen: Any, waiting: jax.Array, trained: Any
 ) -> tuple[jax.Array, Any]:
     order = loop.order
-    last = order.streamed_layers - 1
     waiting = _in_host_memory(waiting)
 
     def run(x: jax.Array, place: _Place, brought: jax.Array | None) -> jax.Array:
@@ -240,23 +263,22 @@ def _forward(
     def lead(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         return run(x, _Place(index, index), None), _put_aside(loop, x)
 
-    def group(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[tuple, list[jax.Array]]:
+    def group(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple:
         x, ahead = carry
         inputs = []
         for place, is_streamed in zip(_places(order, number), order.kinds, strict=True):
             inputs.append(_put_aside(loop, x))
+            brought = None
             if is_streamed:
                 # Not before x is there: then the layer before the present one is done with its buffer.
-                following, x = lax.optimization_barrier((jnp.minimum(place.of_kind + 1, last), x))
-                brought, ahead = ahead, _bring(waiting, following)
-                x = run(x, place, brought)
-            else:
-                x = run(x, place, None)
+                there, ahead, x = lax.optimization_barrier((waiting, ahead, x))
+                brought, ahead = ahead, _bring(there, place.of_kind + 1)
+            x = run(x, place, brought)
         return (x, ahead), inputs
 
     ahead = _bring(waiting, jnp.int32(0))
     x, lead_inputs = lax.scan(lead, x, jnp.arange(order.lead)) if order.lead else (x, None)
-    (x, ahead), inputs = lax.scan(group, (x, ahead), jnp.arange(order.groups))
+    (x, ahead), inputs = _count(order.groups, group, (x, ahead))
     # The backward pass begins with the layer that is on the device now, the last streamed one.
     return x, (lead_inputs, inputs, ahead, shared, frozen, waiting, trained)
 
@@ -272,30 +294,28 @@ def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.A
         gradient, of_adapters = _gradients(loop, x, gradient, shared, layer_frozen, adapters, place.layer)
         return gradient, close(of_adapters)[0]
 
-    def put(gradients: Any, of_layer: Any, index: jax.Array) -> Any:
-        return jax.tree.map(lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, index, 0), gradients, of_layer)
-
-    def group(carry: tuple, of_group: tuple[jax.Array, list[jax.Array]]) -> tuple[tuple, None]:
+    def group(turn: jax.Array, carry: tuple) -> tuple:
         gradient, gradients, ahead = carry
-        number, inputs = of_group
-        for place, is_streamed, x in reversed(list(zip(_places(order, number), order.kinds, inputs, strict=True))):
+        number = order.groups - 1 - turn
+        for place, is_streamed, of_groups in reversed(
+            list(zip(_places(order, number), order.kinds, inputs, strict=True))
+        ):
             brought = None
             if is_streamed:
-                before, gradient = lax.optimization_barrier((jnp.maximum(place.of_kind - 1, 0), gradient))
-                brought, ahead = ahead, _bring(waiting, before)
-            gradient, of_layer = gradients_of(_take_back(loop, x), gradient, place, brought)
-            gradients = put(gradients, of_layer, place.layer)
+                there, ahead, gradient = lax.optimization_barrier((waiting, ahead, gradient))
+                brought, ahead = ahead, _bring(there, place.of_kind - 1)
+            gradient, of_layer = gradients_of(_take_back(loop, _at(of_groups, number)), gradient, place, brought)
+            gradients = _put(gradients, of_layer, place.layer)
         return (gradient, gradients, ahead), None
 
     def lead(carry: tuple, of_layer: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
         gradient, gradients = carry
         index, x = of_layer
         gradient, of_layer = gradients_of(_take_back(loop, x), gradient, _Place(index, index), None)
-        return (gradient, put(gradients, of_layer, index)), None
+        return (gradient, _put(gradients, of_layer, index)), None
 
     gradients = jax.tree.map(jnp.zeros_like, trained)
-    carry = (gradient, gradients, ahead)
-    (gradient, gradients, _), _ = lax.scan(group, carry, (jnp.arange(order.groups), inputs), reverse=True)
+    (gradient, gradients, _), _ = _count(order.groups, group, (gradient, gradients, ahead))
     if order.lead:
         indices = jnp.arange(order.lead)
         (gradient, gradients), _ = lax.scan(lead, (gradient, gradients), (indices, lead_inputs), reverse=True)

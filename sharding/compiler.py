@@ -13,6 +13,8 @@ _OPTIONS = {
     # By itself it lets one exchange run at a time, and leaves most gathers of a backward pass to the end of a layer.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    # By itself it lets two copies to or from host memory run at a time, and has a streamed layer wait for layer inputs.
+    "xla_gpu_experimental_parallel_async_compute_limit": 8,
     # In percent. XLA counts what waits in host memory as the device's, and near the limit schedules without overlap, or
     # computes again (so gathers again) what it holds: the step would change with the card that it is compiled for.
     "xla_gpu_memory_limit_slop_factor": 1000,

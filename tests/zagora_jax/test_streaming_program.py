@@ -7,8 +7,10 @@ import re
 import jax
 from absent_gpus import needs_plugin
 
+from sharding.compiler import compiler_options
 from sharding.program import memory
 from sharding.targets import absent_devices
+from zagora_jax import distribution
 from zagora_jax.command_line import parse
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh
@@ -47,6 +49,21 @@ def compiled(*options: str) -> jax.stages.Compiled:
         ],
     )
     return compile_planned_step(config, choose_mesh(config, absent_devices("rtx4090", 4)))
+
+
+def test_layers_are_copied_by_dma(tmp_path, monkeypatch):
+    # A kernel that reads host memory would fill the device, so that no computation could run beside it.
+    def dumping(*arguments, **keywords):
+        return compiler_options(*arguments, **keywords) | {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+
+    monkeypatch.setattr(distribution, "compiler_options", dumping)
+    compiled("--offload.weights", "12")
+    (listing,) = tmp_path.glob("*thunk_sequence.txt")
+    under = re.findall(r"kAsyncStart.*\n\s*\d+: (\w+)", listing.read_text())
+    # Layers' inputs go and come back, four a turn of the loop; one streamed layer comes, forwards and backwards. What
+    # is brought ahead of the loop is read by a kernel, once a step.
+    assert under.count("kDynamicSliceFusion") >= 2 * 4 + 2
+    assert under.count("kCustomKernel") == 1
 
 
 def test_a_streamed_layer_is_copied_under_the_computation_of_the_one_before():
