@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+MOST_MEMORY = 3 * 2**30  # bytes of a process of tests, before it forgets compiled programs
 
 
 def _settle_environment() -> None:
@@ -27,6 +30,26 @@ def _settle_environment() -> None:
 
 
 _settle_environment()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs eight devices before any fixture of it is made."""
+    if item.get_closest_marker("eight_devices") and item.name != "test_on_eight_devices":
+        import eight_devices
+
+        if not eight_devices.available():
+            pytest.skip("run by test_on_eight_devices")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_compiled_programs() -> Iterator[None]:
+    """Forget what earlier modules have compiled, which later ones hardly use, once it takes much memory."""
+    yield
+    if psutil.Process().memory_info().rss > MOST_MEMORY:
+        import jax
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,7 @@ SCALE_ROUNDING = 1 + 2.0**-8
 RESIDUAL_ROUNDING = {jnp.float32: 0.0, jnp.bfloat16: 2.0**-8}
 
 
-@pytest.fixture(autouse=True)
-def _devices(request: pytest.FixtureRequest) -> None:
-    if not eight_devices.available() and request.function is not test_on_eight_devices:
-        pytest.skip("run by test_on_eight_devices")
+pytestmark = pytest.mark.eight_devices
 
 
 def test_on_eight_devices() -> None:

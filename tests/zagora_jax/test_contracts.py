@@ -22,6 +22,7 @@ import zagora_jax.distribution
 import zagora_jax.step
 from models.cross_entropy import CHUNK_TOKENS, cross_entropy_sum
 from sharding.flat import FlatShard, gather, unflatten
+from sharding.mesh import SHARD_AXES
 from sharding.program import Buffer, Collective, buffers, collectives, memory
 from sharding.targets import absent_devices
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
@@ -108,10 +109,11 @@ def tensor() -> Program:
 
 @pytest.fixture(scope="module")
 def broken_tensor() -> Program:
-    """The same step, but weights come from all devices, and each projection's input has a gradient to sum."""
+    """The same step, but weights come from all devices, the head too, and each projection has a gradient to sum."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zagora_jax.distribution, "gather", gather_from_all)
         patch.setattr(models.llama.SelfAttention, "_project", project_one_by_one)
+        patch.setattr(zagora_jax.step, "cross_entropy_sum", cross_entropy_of_a_gathered_head)
         return Program("--mesh.fsdp", "2", "--mesh.tensor", "2")
 
 
@@ -130,6 +132,10 @@ def gather_from_all(parameters):
 def project_one_by_one(self, x, context):
     enter, keys = context.placement.enter, context.dropout_keys
     return [projection(enter(x), context.placement, keys) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+
+
+def cross_entropy_of_a_gathered_head(hidden, head, targets, weights, vocabulary):
+    return cross_entropy_sum(hidden, lax.all_gather(head, SHARD_AXES, tiled=True), targets, weights)
 
 
 def gather_as_floats(parameters):
@@ -212,6 +218,28 @@ def test_activations_cross_in_the_loss_alone_and_a_chunk_at_a_time(fsdp: Program
     assert not unbounded_activations(fsdp)
     assert any(c.loop_trips == 1 and c.shape == (DEVICES * TOKENS, HIDDEN) for c in unbounded_activations(broken))
     assert any(c.loop_trips != 1 for c in unbounded_activations(broken))
+
+
+def whole_heads(program: Program) -> list[Buffer]:
+    """Floating-point arrays as large as the head."""
+    return [b for b in buffers(program.compiled) if b.dtype in FLOATS and math.prod(b.shape) >= VOCABULARY * HIDDEN]
+
+
+def unbounded_logits(program: Program) -> list[Buffer]:
+    """Logits, of the words of one device or of all, of more tokens than the loss's chunk."""
+    words = {VOCABULARY, VOCABULARY // DEVICES}
+    logits = [b for b in buffers(program.compiled) if b.dtype in FLOATS and b.shape and b.shape[-1] in words]
+    chunk = DEVICES * CHUNK_TOKENS
+    return [b for b in logits if math.prod(b.shape[:-1]) > chunk and HIDDEN not in b.shape]
+
+
+def test_the_loss_holds_its_part_of_the_head_and_a_chunk_of_logits(
+    fsdp: Program, tensor: Program, broken: Program, broken_tensor: Program
+) -> None:
+    assert not whole_heads(fsdp) + whole_heads(tensor)
+    assert not unbounded_logits(fsdp) + unbounded_logits(tensor)
+    assert (VOCABULARY, HIDDEN) in {b.shape for b in whole_heads(broken_tensor)}
+    assert (DEVICES * TOKENS, VOCABULARY // DEVICES) in {b.shape for b in unbounded_logits(broken)}
 
 
 def stacks_of_weights(program: Program) -> list[Buffer]:

@@ -32,18 +32,12 @@ from zagora_jax.trainer import train
 # Both sides compute in float32, and differ in the order of sums over rows and devices alone.
 TOLERANCE = 2e-4
 
-# Every stage has programs of its own to compile, which run a few times for microseconds.
-QUICK_COMPILATION = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-
-@pytest.fixture(autouse=True)
-def _devices(request: pytest.FixtureRequest) -> None:
-    if not eight_devices.available() and request.function is not test_on_eight_devices:
-        pytest.skip("run by test_on_eight_devices")
+pytestmark = pytest.mark.eight_devices
 
 
 def test_on_eight_devices() -> None:
-    eight_devices.run(__file__, XLA_FLAGS=QUICK_COMPILATION)
+    eight_devices.run(__file__)
 
 
 class Subject(NamedTuple):

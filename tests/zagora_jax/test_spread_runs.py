@@ -1,6 +1,8 @@
 """Training runs on several devices that are broken off and go on, on the same devices or on others."""
 
+import json
 import shutil
+from collections import Counter
 
 import eight_devices
 import jax
@@ -30,10 +32,7 @@ EVERYTHING = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _devices(request: pytest.FixtureRequest) -> None:
-    if not eight_devices.available() and request.function is not test_on_eight_devices:
-        pytest.skip("run by test_on_eight_devices")
+pytestmark = pytest.mark.eight_devices
 
 
 def test_on_eight_devices() -> None:
@@ -54,8 +53,6 @@ def configure(folder, run, **options):
 
 @pytest.fixture(scope="module")
 def unbroken(folder):
-    if not eight_devices.available():
-        pytest.skip("run by test_on_eight_devices")
     reporter, printed = recorder()
     train(configure(folder, folder / "unbroken"), reporter)
     return folder / "unbroken", printed()
@@ -69,6 +66,29 @@ def test_delayed_gradients_are_announced_and_counted(unbroken):
     assert lines[0]["grad_norm"] == 0
     assert ["flushed_applied" in line for line in lines] == [False, False, False, True]
     assert lines[-1]["flushed_grad_norm"] > 0
+
+
+def test_devices_hold_what_layout_json_says(folder, unbroken, tmp_path):
+    layout = json.loads((unbroken[0] / "layout.json").read_text())
+    assert layout["mesh"] == {"stage": 1, "data": 2, "fsdp": 2, "tensor": 1}
+    run = trainer._Run(configure(folder, tmp_path / "run"), recorder()[0])
+    held: Counter[str] = Counter()
+    for array in jax.tree.leaves((run._load(), run._initial_state())):
+        for shard in array.addressable_shards:
+            held[f"{shard.device.platform}:{shard.device.id}"] += shard.data.nbytes
+    assert held.keys() == layout["bytes_a_device"].keys() == {f"cpu:{number}" for number in range(4)}
+    for name, kinds in layout["bytes_a_device"].items():
+        assert min(kinds[kind] for kind in ("codes", "scales", "embeddings", "LoRA", "optimizer", "residuals")) > 0
+        assert 0 <= held[name] - sum(kinds.values()) <= 64  # counters, and the like, are of no kind
+
+
+def test_the_bytes_on_the_wire_are_said_and_written(unbroken):
+    run, printed = unbroken
+    wire = json.loads((run / "layout.json").read_text())["wire_bytes_a_step"]
+    # Weights and gradients cross between shards; gradients in two phases between replicas; sums between all.
+    assert {"all-gather over fsdp", "all-to-all over fsdp", "all-to-all over data", "all-gather over data"} <= set(wire)
+    for name, size in wire.items():
+        assert f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB" in printed
 
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(folder, unbroken, tmp_path):

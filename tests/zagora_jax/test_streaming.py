@@ -1,5 +1,7 @@
 """Steps whose frozen layers wait in host memory, against the resident step: losses, norms and adapters."""
 
+import functools
+
 import eight_devices
 import jax
 import numpy as np
@@ -22,10 +24,7 @@ from zagora_jax.train_state import initial_state
 LAYERS, STEPS = 5, 2
 
 
-@pytest.fixture(autouse=True)
-def _devices(request: pytest.FixtureRequest) -> None:
-    if not eight_devices.available() and request.function is not test_on_eight_devices:
-        pytest.skip("run by test_on_eight_devices")
+pytestmark = pytest.mark.eight_devices
 
 
 def test_on_eight_devices() -> None:
@@ -61,21 +60,27 @@ def train(folder, sizes, streamed, *, quantization="nf4", offload=False, compres
     return np.array(numbers), distribution.whole_state(state, whole)
 
 
+@pytest.fixture(scope="module")
+def resident(model_folder):
+    """Trains with all layers on one device, by format; each once."""
+    return functools.cache(functools.partial(train, model_folder, {"fsdp": 1}, 0))
+
+
 @pytest.mark.parametrize(
     ("streamed", "offload", "quantization"), [(5, True, "nf4"), pytest.param(4, False, "none", marks=pytest.mark.slow)]
 )
-def test_one_device_computes_the_same_bits(model_folder, streamed, offload, quantization):
-    expected, resident = train(model_folder, {"fsdp": 1}, 0, quantization=quantization)
+def test_one_device_computes_the_same_bits(model_folder, resident, streamed, offload, quantization):
+    expected, whole = resident(quantization=quantization)
     found, state = train(model_folder, {"fsdp": 1}, streamed, quantization=quantization, offload=offload)
     np.testing.assert_array_equal(found, expected)
-    jax.tree.map(np.testing.assert_array_equal, state.adapters, resident.adapters)
+    jax.tree.map(np.testing.assert_array_equal, state.adapters, whole.adapters)
 
 
 @pytest.mark.parametrize(
     ("sizes", "streamed"), [({"data": 2, "fsdp": 2}, 4), pytest.param({"fsdp": 3}, 5, marks=pytest.mark.slow)], ids=str
 )
-def test_devices_stream_their_parts(model_folder, sizes, streamed):
-    expected, _ = train(model_folder, {"fsdp": 1}, 0)
+def test_devices_stream_their_parts(model_folder, resident, sizes, streamed):
+    expected, _ = resident(quantization="nf4")
     found, _ = train(model_folder, sizes, streamed)
     # In float32 both differ in the order of sums over rows and devices alone.
     np.testing.assert_allclose(found, expected, rtol=2e-4)

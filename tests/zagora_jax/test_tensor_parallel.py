@@ -33,7 +33,6 @@ from zagora_jax.train_state import initial_state
 
 # Both sides compute in float32, and differ in the order of sums over devices alone.
 TOLERANCE = 2e-4
-FAST = {"xla_backend_optimization_level": 0}  # less optimised machine code is made in less time
 
 PLAIN = ForwardOptions(kernel="reference", remat="none", segmented=True)  # compiles fast
 
@@ -96,7 +95,7 @@ def train(case: Case, subject: Subject, arrangement: Arrangement | None):
     whole = initial_state(initial_adapter(split(subject.base.model)[2], seed=0), optimizer, "float32")
     if arrangement is None:
         step = make_train_step(subject.graph, optimizer, schedule, PLAIN, max_grad_norm=1.0, dropout_seed=0)
-        step, state, frozen = jax.jit(step, compiler_options=FAST), whole, subject.base.load()
+        step, state, frozen = jax.jit(step), whole, subject.base.load()
     else:
         whole = arrangement.begin(whole)
         recipe = Recipe(
@@ -119,13 +118,6 @@ def arrangement_of(case: Case, subject: Subject) -> Arrangement:
     if "stage" in case.mesh:
         return Pipeline(mesh, subject.base.model, [1] * case.mesh["stage"])
     return Distribution(mesh, subject.base.model, case.compression, case.exchange)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def _devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not eight_devices.available():
-        pytest.skip("run by test_on_eight_devices")
-    monkeypatch.setattr("zagora_jax.distribution.compiler_options", lambda mesh, **_: FAST)
 
 
 def test_on_eight_devices() -> None:
@@ -157,7 +149,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("_devices")
+@pytest.mark.eight_devices
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_of_layers_train_as_whole_ones_do(case: Case, tmp_path) -> None:
     subject = subject_of(case, tmp_path / "model")
@@ -169,7 +161,7 @@ def test_parts_of_layers_train_as_whole_ones_do(case: Case, tmp_path) -> None:
     assert max(np.abs(a - b).max() for a, b in zip(adapters, one, strict=True)) < 1e-4
 
 
-@pytest.mark.usefixtures("_devices")
+@pytest.mark.eight_devices
 def test_compressed_gradients_over_both_axes_train_nearly_alike(tmp_path) -> None:
     case = Case({"fsdp": 2, "tensor": 2}, "none", compression="int8", options=PLAIN)
     subject = subject_of(case, tmp_path / "model")
@@ -190,7 +182,7 @@ def test_more_devices_than_key_value_heads_are_refused() -> None:
         tensor_segments(ModelConfig.from_hf({**KNOWN_MODELS["llama-3-8b"], "num_key_value_heads": 2}), 4)
 
 
-@pytest.mark.usefixtures("_devices")
+@pytest.mark.eight_devices
 def test_they_are_refused_before_any_weight_is_read() -> None:
     config = TrainConfig(model="m", strategy="tensor")
     model = Llama(config_of("tinyllama-1.1b"), quantization="nf4", dtype=jax.numpy.dtype("bfloat16"))
@@ -214,7 +206,7 @@ def test_parts_hold_all_and_break_no_block(name: str, devices: int) -> None:
     assert own * devices <= 1.05 * ffn
 
 
-@pytest.mark.usefixtures("_devices")
+@pytest.mark.eight_devices
 @pytest.mark.parametrize("mesh", [{"tensor": 3}, {"tensor": 4}, {"tensor": 3, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize("quantization", ["nf4", "none"])
 def test_a_device_holds_its_share_of_llama_3_8b(mesh: dict[str, int], quantization: str) -> None:

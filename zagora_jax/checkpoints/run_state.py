@@ -7,6 +7,7 @@ found before any array is used.
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -74,9 +75,14 @@ class StateWriter:
             self._remove(old)
 
     def _write(self, folder: Path, items: Items, progress: Mapping[str, Any]) -> None:
-        arguments = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        with _operating_system_errors(self._directory), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as orbax:
-            orbax.save(folder, ocp.args.Composite(**arguments))
+        folder.mkdir()
+        with (
+            _operating_system_errors(self._directory),
+            _raised_exceptions_unlogged(),
+            ocp.Checkpointer(ocp.StandardCheckpointHandler()) as orbax,
+        ):
+            for name, tree in items.items():  # one by one: when one fails, no thread goes on writing others
+                orbax.save(folder / name, args=ocp.args.StandardSave(tree))
         (folder / PROGRESS).write_text(json.dumps(dict(progress)), "utf-8")
         arrays = {name: _described(tree) for name, tree in items.items()}
         manifest = {"arrays": arrays, "sha256": {name: _digest(folder / name) for name in _files(folder)}}
@@ -84,7 +90,7 @@ class StateWriter:
         fsync_tree(folder)
 
     def _remove_remains(self) -> None:
-        """Remove what has no name yet, or no longer; Orbax appends to the temporary name while it writes."""
+        """Remove what has no name yet, or no longer."""
         for pattern in (".*.saving*", ".*.removed"):
             for remains in self._directory.glob(pattern):
                 shutil.rmtree(remains, ignore_errors=True)
@@ -280,3 +286,18 @@ def _operating_system_errors(directory: Path) -> Iterator[None]:
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(directory)) from error
+
+
+@contextmanager
+def _raised_exceptions_unlogged() -> Iterator[None]:
+    """Keep Orbax from logging the exception that it raises once for each of its threads, with all their tracebacks."""
+
+    def without_exception(record: logging.LogRecord) -> bool:
+        return not record.exc_info
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(without_exception)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without_exception)

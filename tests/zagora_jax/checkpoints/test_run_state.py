@@ -120,16 +120,18 @@ def test_a_step_is_never_saved_over(blank, tmp_path):
         write(tmp_path / "checkpoints", blank, 2, after_step=2)
 
 
-def test_a_full_disk_is_an_error_of_the_operating_system(blank, tmp_path):
+@pytest.mark.parametrize("fits", [64, 10_000], ids=["nothing", "all but the arrays"])
+def test_a_full_disk_is_one_error_of_the_operating_system(blank, tmp_path, caplog, fits):
     folder = tmp_path / "checkpoints"
     write(folder, blank, 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # bytes a file: Python ignores the signal
+    resource.setrlimit(resource.RLIMIT_FSIZE, (fits, limits[1]))  # bytes a file: Python ignores the signal
     try:
         with pytest.raises(OSError, match="File too large"):
             write(folder, blank, 4, after_step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [record for record in caplog.records if record.exc_info]  # nor is it logged beside
     assert [path.name for path in folder.iterdir()] == ["2"]
 
 
