@@ -183,6 +183,15 @@ class OffloadConfig(Options):
     )
 
 
+class PlannedOffloadConfig(Options):
+    """What may wait in the host's memory, in a plan."""
+
+    activations: bool | None = Field(default=None, description="As of train; else searched for.")
+    weights: Literal["none", "all", "auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto", description="As of train; auto: searched for, none among others."
+    )
+
+
 class BalanceConfig(Options):
     """When layers move between the stages of layerwise, in training."""
 
@@ -531,14 +540,18 @@ class ConfigureConfig(CommandConfig):
     hourly_price: float | None = Field(default=None, ge=0, description="What the machine costs an hour, for the total.")
 
     sequence_length: int = Field(default=2048, ge=2, description="Tokens in a row at most.")
-    rows_per_step: int = Field(
-        default=16, ge=1, description="Rows of an optimizer step at least, over all cards and micro-batches."
+    rows_per_step: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of an optimizer step at least, over all cards and micro-batches. Where not given: 16, or "
+        "fewer where layers are streamed and the host has no room for the inputs of so many.",
     )
     micro_batch_size: int | None = Field(default=None, ge=1, description="Rows for each replica and micro-batch.")
     strategy: str | None = Field(
         default=None, min_length=1, description="A name from the plan's table, such as fsdp or replicas."
     )
     remat: str | None = Field(default=None, min_length=1, description="As of train.")
+    offload: PlannedOffloadConfig = PlannedOffloadConfig()
     optimizer: Literal["adamw", "adamw_8bit"] | None = Field(default=None, description="As of train.")
     compute_dtype: FloatType = Field(default="bfloat16", description="As of train.")
     packing: bool = Field(default=False, description="As of train.")

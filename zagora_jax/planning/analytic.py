@@ -5,11 +5,13 @@ store; the workspace is a straight line through compiled programs: of Llama shap
 16,384 tokens, one to eight devices (jax 0.10.2). tests/zagora_jax/planning/test_analytic.py holds it to the compiler.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from models.attention import BLOCK_SCORES, LARGEST_BLOCK, SMALLEST_BLOCK
 from models.config import ModelConfig
+from models.cross_entropy import CHUNK_TOKENS
 from models.remat import group_count
+from models.stream import StreamOrder
 from sharding.schedule import inputs_held
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.memory import DeviceMemory
@@ -23,9 +25,14 @@ WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.5, 3.55, 11.7, 0.2
 # Where attention takes more than the feed-forward block: arrays of scores and their gradients, and hidden activations.
 SCORES, ATTENTION_HIDDENS = 5, 7
 RESIDUALS = 2  # those of compressed exchanges, old and new
-# Layers that are there at a time, the ones that arrive ahead of their turn included. Where the arguments alone are more
-# than four fifths of the device, XLA schedules for least memory, and next to nothing arrives ahead.
+# Layers that are there at a time, those that arrive ahead of their turn included; one more with streamed layers. Where
+# the arguments alone are more than four fifths of the device, XLA schedules for least memory, and next to nothing
+# arrives ahead.
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
+# Of streamed layers: the one that is computed and the one that arrives; and hidden states of all micro-batches.
+STREAMED_LAYERS, STREAMED_HIDDENS = 2, 2
+AHEAD_INTERMEDIATES, AHEAD_HIDDENS = 3, 1.4  # of each of a turn's layers but two
+TURNING_HIDDENS, TURNING_LOGITS = 6.9, 3.0  # the same where the loss is computed, and the logits of a piece of it
 
 
 def estimate_memory(config: TrainConfig, shapes: Shapes, kernel: str, device: int | None) -> tuple[DeviceMemory, ...]:
@@ -46,37 +53,73 @@ def _of_stage(
     config: TrainConfig, shapes: Shapes, kernel: str, device: int | None, index: int, layers: int
 ) -> DeviceMemory:
     model, mesh = shapes.base.model.config, mesh_shape(config)
-    arguments = shapes.arguments(config)[index]
-    tokens = config.micro_batch_size * config.sequence_length
-    width = 4 if config.compute_dtype == "float32" else 2  # bytes of an activation
-    kept = width * tokens * _kept_elements(config, model, layers)
+    arguments, stream, waiting = shapes.arguments(config)[index], shapes.stream(config), shapes.waiting(config)
+    tokens, width = config.micro_batch_size * config.sequence_length, _width(config)
+    # All micro-batches of a step pass through a streamed layer together.
+    together = 1 if stream is None else config.gradient_accumulation_steps
+    hiddens = width * tokens * together * model.hidden_size
+    kept = width * tokens * together * _kept_elements(config, model, layers)
     kept += width * tokens * model.hidden_size * activations_held(config, index)
-    layer_bytes = shapes.layer_weight_bytes
-    gathered = 0
+    layer_bytes = shapes.layer_weight_bytes / mesh["tensor"]
+    gathered = float(STREAMED_LAYERS * waiting)
     if mesh["fsdp"] > 1:
         is_tight = device is not None and arguments.total > TIGHT * device
-        times = GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS
-        gathered = round(times * (layer_bytes + width * shapes.layer_adapter_elements))
-    sums = config.gradient_accumulation_steps > 1 or mesh["stage"] > 1  # gradients of several micro-batches
-    feed_forward = width * (
-        WEIGHTS * model.hidden_size * model.intermediate_size
-        + INTERMEDIATES * tokens * model.intermediate_size
-        + HIDDENS * tokens * model.hidden_size
-    )
-    attention = width * (WEIGHTS * model.hidden_size**2 + ATTENTION_HIDDENS * tokens * model.hidden_size)
-    attention += _score_bytes(config, model, kernel)
-    workspace = arguments.lora * (1 + GRADIENTS + sums) + max(feed_forward, attention)
+        times = GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS + (stream is not None)
+        gathered += times * (layer_bytes + width * shapes.layer_adapter_elements)
+    # Gradients of several micro-batches are summed, and those of streamed layers in place.
+    sums = config.gradient_accumulation_steps > 1 or mesh["stage"] > 1 or stream is not None
+    workspace = arguments.lora * (1 + GRADIENTS + sums) + _layer_workspace(config, model, kernel)
     workspace += RESIDUALS * arguments.error_feedback
+    if stream is not None:  # in the loop, or before it turns back
+        logits = 4 * min(CHUNK_TOKENS, tokens) * model.vocab_size / mesh["fsdp"]
+        turning = arguments.lora + TURNING_HIDDENS * hiddens + TURNING_LOGITS * logits
+        workspace = max(workspace + STREAMED_HIDDENS * hiddens, turning)
     if config.remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
-    return DeviceMemory(
+    in_host_memory = 0 if stream is None else waiting * stream.streamed_layers
+    memory = DeviceMemory(
         **asdict(arguments),
         activations=kept,
-        gathered=gathered,
+        gathered=round(gathered),
         workspace=round(workspace),
-        host=width * tokens * model.hidden_size * layers if config.offload.activations else 0,
+        host=in_host_memory + (hiddens * layers if config.offload.activations else 0),
         source="analytic",
+        waiting=in_host_memory,
     )
+    return memory if stream is None else _computed_ahead(memory, config, model, stream, device)
+
+
+def _computed_ahead(
+    memory: DeviceMemory, config: TrainConfig, model: ModelConfig, stream: StreamOrder, device: int | None
+) -> DeviceMemory:
+    """Add what the layers of a streaming loop's turn have at a time, where XLA computes them again ahead of their turn.
+
+    It does so as far as there is room.
+    """
+    elements = AHEAD_INTERMEDIATES * model.intermediate_size + AHEAD_HIDDENS * model.hidden_size
+    of_layer = _width(config) * config.micro_batch_size * config.sequence_length * elements
+    ahead = of_layer * max(0, len(stream.kinds) - 2)
+    room = ahead if device is None else max(0.0, TIGHT * device - memory.peak)
+    return replace(memory, workspace=memory.workspace + round(min(ahead, room)))
+
+
+def _width(config: TrainConfig) -> int:
+    """Bytes of an activation."""
+    return 4 if config.compute_dtype == "float32" else 2
+
+
+def _layer_workspace(config: TrainConfig, model: ModelConfig, kernel: str) -> float:
+    """Bytes of what one layer computes with: in the feed-forward block, or in attention where that takes more."""
+    parts, tokens, hidden = (
+        mesh_shape(config)["tensor"],
+        config.micro_batch_size * config.sequence_length,
+        model.hidden_size,
+    )
+    intermediate = model.intermediate_size / parts
+    feed_forward = WEIGHTS * hidden * intermediate + tokens * (INTERMEDIATES * intermediate + HIDDENS * hidden)
+    attention = WEIGHTS * hidden**2 / parts + ATTENTION_HIDDENS * tokens * hidden
+    scores = _score_bytes(config, model, kernel) / parts
+    return max(_width(config) * feed_forward, _width(config) * attention + scores)
 
 
 def _score_bytes(config: TrainConfig, model: ModelConfig, kernel: str) -> int:
@@ -105,12 +148,13 @@ def activations_held(config: TrainConfig, stage: int) -> int:
 
 def _kept_elements(config: TrainConfig, model: ModelConfig, layers: int) -> int:
     """What the forward pass keeps on the device of a token, all layers together."""
-    hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    parts, hidden, heads = mesh_shape(config)["tensor"], model.hidden_size, model.num_heads
+    queries, keys = heads * model.head_dim, model.num_kv_heads * model.head_dim
     match config.remat:
         case "none":
-            of_layer = 6 * model.intermediate_size + 7 * hidden + 2 * queries + 2 * keys
+            of_layer = 7 * hidden + (6 * model.intermediate_size + 2 * queries + 2 * keys) // parts
         case "attention":
-            of_layer = hidden + queries + 2 * model.num_heads  # statistics of the softmax, in float32
+            of_layer = hidden + (queries + 2 * heads) // parts  # statistics of the softmax, in float32
         case "nested":
             groups = group_count(layers)
             return (groups + layers // groups) * hidden

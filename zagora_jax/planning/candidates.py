@@ -26,6 +26,8 @@ ACTIVATIONS: tuple[Settings, ...] = (
 )
 OPTIMIZERS = ("adamw", "adamw_8bit")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+ROWS_PER_STEP = 16
+STREAMED_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Candidate:
     def kind(self) -> tuple:
         """What tells kinds of settings apart: where arrays lie and what is kept."""
         config = self.config
-        return (*mesh_shape(config).values(), config.remat, config.offload.activations)
+        streams = config.streamed_weights != "none"
+        return (*mesh_shape(config).values(), streams, config.remat, config.offload.activations)
 
     @property
     def settings_text(self) -> str:
@@ -48,7 +51,8 @@ class Candidate:
         config = self.config
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh_shape(config).items() if size > 1)
         offloaded = " and offload.activations" if config.offload.activations else ""
-        return f"{axes or 'one device'}, remat {config.remat}{offloaded}, {config.optimizer}"
+        weights = "" if config.streamed_weights == "none" else f", {config.streamed_weights} layers streamed"
+        return f"{axes or 'one device'}{weights}, remat {config.remat}{offloaded}, {config.optimizer}"
 
     def __str__(self) -> str:
         return f"{self.settings_text}, {self.config.micro_batch_size} x {self.config.sequence_length} tokens"
@@ -69,30 +73,82 @@ def candidates(config: ConfigureConfig, count: int, model: str, shapes: ModelCon
     activations = _kept_activations(config, shapes.num_layers)
     optimizers = OPTIMIZERS if config.optimizer is None else (config.optimizer,)
     sizes = MICRO_BATCHES if config.micro_batch_size is None else (config.micro_batch_size,)
+    strategies = _strategies(config, shapes.num_layers)
     found = False
-    for strategy in _strategies(config):
-        for layout in strategy.layouts(count):
-            for kept, optimizer, size in itertools.product(activations, optimizers, sizes):
-                if kept["remat"] == "nested" and layout["strategy"] == "layerwise":
-                    continue  # a stage has other numbers of layers, and computes its forward pass again anyway
-                replicas = layout.get("mesh.data", 1) * layout.get("mesh.fsdp", 1)
-                accumulation = max(1, math.ceil(config.rows_per_step / (size * replicas)))
-                if config.micro_batch_size is None and size > 1 and size * replicas > config.rows_per_step:
+    for strategy in strategies:
+        for layout, kept in itertools.product(_layouts(strategy, config, count, shapes), activations):
+            if not _go_together(layout, kept):
+                continue
+            for optimizer, size in itertools.product(optimizers, sizes):
+                replicas = layout["mesh.data"] * layout["mesh.fsdp"]
+                if config.micro_batch_size is None and size > 1 and size * replicas > rows_per_step(config):
                     continue  # more rows a step than were asked for
-                settings = {
-                    **layout,
-                    **kept,
-                    "optimizer": optimizer,
-                    "micro_batch_size": size,
-                    "gradient_accumulation_steps": accumulation,
-                }
-                found = True
-                yield Candidate(strategy.name, settings, train_config(base | settings))
+                for times in _accumulations(config, size * replicas, strategy.streams):
+                    settings = {
+                        **layout,
+                        **kept,
+                        "optimizer": optimizer,
+                        "micro_batch_size": size,
+                        "gradient_accumulation_steps": times,
+                    }
+                    found = True
+                    yield Candidate(strategy.name, settings, train_config(base | settings))
     if not found:
-        raise UserError(
-            f"--strategy {config.strategy}: does not go with {count} device{'s' if count > 1 else ''}; "
-            f"what does: {', '.join(s.name for s in STRATEGIES if list(s.layouts(count)))}"
-        )
+        raise UserError(_nothing_left(config, count, shapes))
+
+
+def rows_per_step(config: ConfigureConfig) -> int:
+    """Return how many rows an optimizer step is to have."""
+    return ROWS_PER_STEP if config.rows_per_step is None else config.rows_per_step
+
+
+def _accumulations(config: ConfigureConfig, rows: int, streams: bool) -> list[int]:
+    """Return numbers of micro-batches of `rows` rows: where layers are streamed, the inputs of all lie somewhere."""
+    times = [max(1, math.ceil(rows_per_step(config) / rows))]
+    while streams and config.rows_per_step is None and times[-1] > 1:
+        times.append(times[-1] // 2)
+    return times
+
+
+def _layouts(strategy: Strategy, config: ConfigureConfig, count: int, shapes: ModelConfig) -> Iterator[Settings]:
+    asked, layers = config.offload.weights, shapes.num_layers
+    for layout in strategy.layouts(count, shapes):
+        if not strategy.streams:
+            if asked in ("auto", "none"):
+                yield layout
+            continue
+        numbers = streamed_numbers(layers) if asked == "auto" else () if asked == "none" else (asked,)
+        for number in numbers:
+            yield {**layout, "offload.weights": "all" if number == layers else number}
+
+
+def streamed_numbers(layers: int) -> list[int]:
+    """Return the numbers of streamed layers to try: about each eighth, even, as a loop of two buffers wants them."""
+    numbers = {min(layers, 2 * math.ceil(layers * part / STREAMED_PARTS / 2)) for part in range(1, STREAMED_PARTS)}
+    return [*sorted(numbers - {layers}), layers]
+
+
+def _go_together(layout: Settings, kept: Settings) -> bool:
+    if "offload.weights" in layout:
+        return kept["remat"] == "full"
+    # A stage has other numbers of layers, and computes its forward pass again anyway.
+    return not (kept["remat"] == "nested" and layout["strategy"] == "layerwise")
+
+
+def _nothing_left(config: ConfigureConfig, count: int, shapes: ModelConfig) -> str:
+    devices = f"{count} device{'s' if count > 1 else ''}"
+    of_count = [strategy.name for strategy in STRATEGIES if list(strategy.layouts(count, shapes))]
+    if config.strategy is not None and config.strategy not in of_count:
+        heads = f" and {shapes.num_kv_heads} key/value heads" if "tensor" in config.strategy else ""
+        return f"--strategy {config.strategy}: does not go with {devices}{heads}; what does: {', '.join(of_count)}"
+    names = (("strategy", config.strategy), ("remat", config.remat), ("offload.weights", config.offload.weights),
+             ("offload.activations", config.offload.activations))  # fmt: skip
+    given = " ".join(f"--{name} {str(value).lower()}" for name, value in names if value not in (None, "auto"))
+    return (
+        f"{given}: do not go together for {devices}. Layers are streamed (offload.weights) with remat full and a "
+        "strategy streaming or streamed-fsdp, and activations wait in host memory with remat full or attention: leave "
+        "one of these out"
+    )
 
 
 def _given(config: ConfigureConfig, model: str) -> dict[str, Any]:
@@ -103,7 +159,10 @@ def _given(config: ConfigureConfig, model: str) -> dict[str, Any]:
     return {"model": model, **given}
 
 
-def _strategies(config: ConfigureConfig) -> tuple[Strategy, ...]:
+def _strategies(config: ConfigureConfig, layers: int) -> tuple[Strategy, ...]:
+    asked = config.offload.weights
+    if isinstance(asked, int) and asked > layers:
+        raise UserError(f"--offload.weights {asked}: the model has {layers} layers; give {layers} at most, or all")
     if config.strategy is None:
         return STRATEGIES
     chosen = tuple(strategy for strategy in STRATEGIES if strategy.name == config.strategy)
@@ -116,10 +175,13 @@ def _kept_activations(config: ConfigureConfig, layers: int) -> list[Settings]:
     remats = options_of(TrainConfig)["remat"].choices
     if config.remat is not None and config.remat not in remats:
         raise UserError(f"--remat {config.remat}: {_known(config.remat, list(remats))}")
+    offload = config.offload.activations
     return [
         settings
         for settings in ACTIVATIONS
-        if config.remat in (None, settings["remat"]) and (settings["remat"] != "nested" or _can_nest(layers))
+        if config.remat in (None, settings["remat"])
+        and offload in (None, "offload.activations" in settings)
+        and (settings["remat"] != "nested" or _can_nest(layers))
     ]
 
 

@@ -85,7 +85,8 @@ def _written(value: Any) -> str:
 
 def _changes(config: TrainConfig) -> Iterator[Settings]:
     """Go through changes from cheap to dear: one, then two, then three kinds of them."""
-    kinds = [list(kind) for kind in (_optimizer(config), _kept(config), _rows(config), _tokens(config)) if kind]
+    found = (_optimizer(config), _kept(config), _rows(config), _weights(config), _tokens(config))
+    kinds = [kind for kind in found if kind]
     for number in (1, 2, 3):
         for chosen in combinations(kinds, number):
             for settings in product(*chosen):
@@ -94,6 +95,20 @@ def _changes(config: TrainConfig) -> Iterator[Settings]:
 
 def _optimizer(config: TrainConfig) -> list[Settings]:
     return [{"optimizer": "adamw_8bit"}] if config.optimizer == "adamw" else []
+
+
+def _weights(config: TrainConfig) -> list[Settings]:
+    """Let frozen layers wait in host memory: as many as needed, of which the compiled step streams all."""
+    streamed = config.streamed_weights
+    if isinstance(streamed, int):
+        return [{"offload.weights": "all"}]
+    shards = (config.mesh.tensor or 1) > 1 or config.strategy in ("tensor", "layerwise")
+    if streamed != "none" or shards or config.gradient_exchange != "synchronous":
+        return []
+    settings: Settings = {"offload.weights": "auto", "remat": "full"}
+    if config.remat == "full":
+        del settings["remat"]
+    return [settings] if config.offload.activations else [settings, settings | {"offload.activations": True}]
 
 
 def _kept(config: TrainConfig) -> list[Settings]:

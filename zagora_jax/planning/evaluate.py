@@ -8,15 +8,16 @@ from typing import Literal
 
 from models.attention import choose_kernel
 from sharding.mesh import make_mesh
+from sharding.program import memory
 from zagora_jax.config import LoraConfig, TrainConfig
 from zagora_jax.distribution import SpreadStep
 from zagora_jax.errors import UserError
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import Candidate
 from zagora_jax.planning.compiled import compile_planned
-from zagora_jax.planning.host import PROCESS
+from zagora_jax.planning.host import HostNeeds, host_needs
 from zagora_jax.planning.machine import Machine
-from zagora_jax.planning.memory import DeviceMemory, read_memory, read_stage
+from zagora_jax.planning.memory import DeviceMemory, read_by_estimate, read_memory
 from zagora_jax.planning.model import PlannedModel
 from zagora_jax.planning.shapes import Shapes, mesh_shape
 from zagora_jax.planning.time_model import StepTime, Work, step_time
@@ -114,22 +115,36 @@ class Evaluator:
         self._say(f"compiling {candidate}")
         mesh = make_mesh(mesh_shape(config), self._devices)
         step = compile_planned(self._compilable(config), mesh, self.model.base)
-        arguments = self._shapes.arguments(config)
-        if isinstance(step, SpreadStep):
-            memory = read_memory(step.compiled, mesh.shape, arguments[0], self.model.base.model.config)
-            stages: tuple[DeviceMemory, ...] = (memory,)
-        else:
+        arguments, estimates = self._shapes.arguments(config), self.estimate(candidate).stages
+        if not isinstance(step, SpreadStep):
             peaks = step.planned_memory()
             of_stages = [peaks[devices.flat[0]] for devices in mesh.devices]  # "stage" is the first axis
-            estimates = self.estimate(candidate).stages
-            stages = tuple(map(read_stage, of_stages, arguments, estimates))
+            stages = tuple(map(read_by_estimate, of_stages, arguments, estimates))
+        elif config.streamed_weights != "none":
+            plan = memory(step.compiled)
+            stages = (read_by_estimate(plan.peak, arguments[0], estimates[0], plan.host_peak),)
+        else:
+            stages = (read_memory(step.compiled, mesh.shape, arguments[0], self.model.base.model.config),)
         return Evaluated(candidate, stages, self._time(config))
 
+    def host(self, evaluated: Evaluated) -> HostNeeds:
+        """Reckon what a candidate needs of the host."""
+        return host_needs(
+            evaluated.candidate.config,
+            self._shapes,
+            evaluated.stages,
+            host_memory=self.machine.host_memory,
+            here=bool(self.machine.present),
+        )
+
     def host_holds(self, evaluated: Evaluated) -> bool:
-        """Whether the host has the memory that offloaded arrays take, as far as anybody knows."""
-        devices = self.machine.count // len(evaluated.stages)
-        pinned = sum(memory.host for memory in evaluated.stages) * devices
-        return self.machine.host_memory is None or PROCESS + pinned <= self.machine.host_memory
+        """Whether the host has the memory for it, as far as anybody knows."""
+        there = self.machine.host_memory
+        return there is None or self.host(evaluated).memory <= there
+
+    def surely_fits(self, evaluated: Evaluated) -> bool:
+        """Whether the cards and the host hold it, with an estimate's error on top."""
+        return evaluated.highest_peak <= self.machine.budget.limit and self.host_holds(evaluated)
 
     def for_machine(self, machine: Machine, lora: LoraConfig) -> "Evaluator":
         """Return one that estimates for another machine, or for another adapter."""

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zagora_jax.base import BaseModel
-from zagora_jax.checkpoints.load import expected_tensors
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.memory import DeviceMemory
-from zagora_jax.planning.shapes import mesh_shape
+from zagora_jax.planning.shapes import Shapes, mesh_shape
 
 # A Python process that has compiled a 70B step and read no weight yet: 1.5 GiB with jax 0.10.2, rounded up.
 PROCESS = 2 * 2**30
@@ -23,7 +21,7 @@ class HostNeeds:
     """Bytes of the host, and what is there; None where the plan is for another machine, or nobody said.
 
     Attributes:
-        loading: memory of the process while it reads weights.
+        loading: memory of the process while it reads weights, streamed layers' pinned memory included.
         pinned: memory that the GPUs' offloaded arrays take, all GPUs together.
         saving: memory for one copy of the training state.
         checkpoints: disk for the kept checkpoints, one being written, and the adapter.
@@ -59,7 +57,7 @@ class HostNeeds:
 
 def host_needs(
     config: TrainConfig,
-    base: BaseModel,
+    shapes: Shapes,
     stages: Sequence[DeviceMemory],
     *,
     host_memory: int | None,
@@ -69,24 +67,24 @@ def host_needs(
 
     Args:
         config: of the run.
-        base: its model.
+        shapes: of its model.
         stages: the memory of a device of each stage.
         host_memory: bytes of the host, where known.
         here: whether the run would be on this machine.
     """
-    tensors = [math.prod(tensor.shape) for tensor in expected_tensors(base.model).values()]
+    largest, elements = shapes.tensor_elements
     mesh = mesh_shape(config)
-    devices = math.prod(mesh.values()) // mesh["stage"]  # of a stage
-    adapters = sum(memory.lora for memory in stages) * mesh["fsdp"]
-    moments = sum(memory.optimizer for memory in stages) * mesh["fsdp"]
+    devices, shards = math.prod(mesh.values()) // mesh["stage"], mesh["fsdp"] * mesh["tensor"]  # of a stage
+    adapters = sum(memory.lora for memory in stages) * shards
+    moments = sum(memory.optimizer for memory in stages) * shards
     state = adapters + moments + sum(memory.error_feedback for memory in stages) * devices
     kept = config.keep_checkpoints + 1
     return HostNeeds(
-        loading=TENSOR_COPIES * 4 * max(tensors),
+        loading=TENSOR_COPIES * 4 * largest + sum(memory.waiting for memory in stages) * devices,
         pinned=sum(memory.host for memory in stages) * devices,
         saving=state,
         checkpoints=kept * state + 2 * adapters,
-        export=2 * sum(tensors),
+        export=2 * elements,
         memory_there=host_memory,
         disk_free=shutil.disk_usage(_existing(config.output)).free if here else None,
     )

@@ -95,6 +95,10 @@ class Machine:
         """Return one with as many cards of another kind."""
         return replace(self, gpu=gpu, name=gpu.name, memory=gpu.memory_bytes, present=())
 
+    def with_host_memory(self, size: int) -> "Machine":
+        """Return one whose host has that many bytes."""
+        return replace(self, host_memory=size)
+
 
 def budget_here(count: int) -> Budget:
     """Return what each of `count` GPUs of this machine has room for."""
@@ -194,6 +198,8 @@ def _with_figures(config: ConfigureConfig, devices: tuple[jax.Device, ...], host
 
 def _link_here(config: ConfigureConfig, gpu: Gpu, devices: tuple[jax.Device, ...]) -> Link:
     """Measure what joins the cards here, unless it was named."""
-    if config.interconnect is not None or config.peer_to_peer is not None or len(devices) == 1:
-        return find_link(config.interconnect or "pcie", gpu, config.peer_to_peer)
-    return Link("measured", gpu_gb_s(devices), host_gb_s(devices[0]), measured=True)
+    named = find_link(config.interconnect or "pcie", gpu, config.peer_to_peer)
+    if config.interconnect is not None or config.peer_to_peer is not None:
+        return named
+    between = gpu_gb_s(devices) if len(devices) > 1 else named.gpu_gb_s
+    return Link("measured", between, host_gb_s(devices[0]), measured=True)

@@ -1,7 +1,7 @@
 """Memory of a device by what it is for: exact from a compiled program, or estimated from shapes."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 import jax
@@ -23,9 +23,10 @@ class DeviceMemory:
         optimizer: the optimizer's moments.
         error_feedback: residuals of compressed gradient exchanges, and gradients that wait for theirs.
         activations: what the forward pass keeps of all layers for the backward pass.
-        gathered: layers that are brought together from their parts.
+        gathered: layers that are brought together from their parts, or from host memory.
         workspace: the rest: dequantised weights, one layer's activations, gradients, logits, the batch.
         host: pinned host memory for this device; not part of the peak.
+        waiting: the part of that which streamed layers take.
         source: where the numbers come from.
     """
 
@@ -38,11 +39,12 @@ class DeviceMemory:
     workspace: int
     host: int
     source: Source
+    waiting: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
         """The bytes on the device by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("host", "source")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("host", "source", "waiting")}
 
     @property
     def peak(self) -> int:
@@ -84,20 +86,22 @@ def read_memory(
     )
 
 
-def read_stage(peak: int, arguments: Arguments, estimate: DeviceMemory) -> DeviceMemory:
-    """Split what the programs of a stage of layerwise need of a device.
+def read_by_estimate(peak: int, arguments: Arguments, estimate: DeviceMemory, host: int | None = None) -> DeviceMemory:
+    """Split what programs need of a device whose arrays do not show what they are for.
 
-    The peak is that of the compiled programs. The activations are the estimate's, which knows the schedule and what a
-    layer keeps; the host's memory too.
+    The peak is that of the compiled programs. The activations and the layers that are brought together or streamed are
+    the estimate's, which knows the schedule and what a layer keeps; the host's memory too, where it is not given.
     """
     temporaries = peak - arguments.total
     activations = min(estimate.activations, temporaries)
-    return DeviceMemory(
+    gathered = min(estimate.gathered, temporaries - activations)
+    return replace(
+        estimate,
         **asdict(arguments),
         activations=activations,
-        gathered=0,
-        workspace=temporaries - activations,
-        host=estimate.host,
+        gathered=gathered,
+        workspace=temporaries - activations - gathered,
+        host=estimate.host if host is None else host,
         source="compiled",
     )
 

@@ -14,7 +14,7 @@ from zagora_jax.data.tokenize import Preparation, tokenize_rows
 from zagora_jax.errors import UserError
 from zagora_jax.planning.candidates import replicas_of
 from zagora_jax.planning.evaluate import Evaluated, Evaluator, Say
-from zagora_jax.planning.host import HostNeeds, host_needs
+from zagora_jax.planning.host import HostNeeds
 from zagora_jax.planning.machine import Machine, find_machine
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.model import PlannedModel, find_model
@@ -111,14 +111,14 @@ def make_plan(config: ConfigureConfig, say: Say) -> Plan:
     evaluator = Evaluator(model, machine, config.source, say)
     choice = choose(config, evaluator)
     chosen = choice.chosen
-    host = host_needs(
-        chosen.candidate.config, model.base, chosen.stages, host_memory=machine.host_memory, here=bool(machine.present)
-    )
+    host = evaluator.host(chosen)
     notes = (*model.notes, *machine.notes, *evaluator.notes, *_pinned_notes(host))
     return Plan(config, model, machine, choice, host, rows, _duration(config, chosen, rows), notes, asked_length)
 
 
 def _pinned_notes(host: HostNeeds) -> Iterator[str]:
+    if host.pinned and host.memory_there is None:
+        yield f"--host-memory was not given: the host is taken to have the {host.memory / GIB:.0f} GiB that this needs"
     if host.pinned > DEFAULT_PINNED:
         needed = math.ceil(host.pinned / 1e9)
         yield f"set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} or more: XLA pins {DEFAULT_PINNED // 10**9} GB by itself"

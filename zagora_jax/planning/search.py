@@ -12,10 +12,11 @@ from typing import Any
 
 from sharding.targets import GPUS
 from zagora_jax.config import ConfigureConfig
-from zagora_jax.planning.candidates import Candidate, candidates
+from zagora_jax.planning.candidates import Candidate, candidates, replicas_of
 from zagora_jax.planning.evaluate import Evaluated, Evaluator
 from zagora_jax.planning.machine import Machine
 from zagora_jax.planning.strategies import Settings
+from zagora_jax.reporting.sensors import GIB
 
 SPEED_STEP = 0.01  # speeds nearer than this count as equal: then the simpler settings go first
 MOST_COMPILED = 6
@@ -23,6 +24,7 @@ ALTERNATIVES = 5
 SEQUENCE_MULTIPLE = 128
 LARGEST_SEQUENCE = 2**20
 MOST_CARDS, LOWEST_RANK = 16, 4  # that are proposed where nothing fits
+HOST_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # GiB, the same
 
 
 @dataclass(frozen=True)
@@ -60,45 +62,52 @@ def choose(config: ConfigureConfig, evaluator: Evaluator) -> Choice:
     Raises:
         UserError: an option that leaves nothing to search.
     """
-    limit = evaluator.machine.budget.limit
-    ranked = _ranked(_estimates(config, evaluator))
-    found = [evaluated for evaluated in ranked if evaluator.host_holds(evaluated)] or ranked
-    chosen = _fastest_that_fits(found, evaluator, limit)
+    ranked = _ranked(_estimates(config, evaluator), evaluator)
+    found = [evaluated for evaluated in ranked if evaluator.host_holds(evaluated)]
+    chosen = _fastest_that_fits(found, evaluator)
     if chosen is None:
-        least = min(found, key=lambda e: e.memory.peak)
+        least = min(found or ranked, key=lambda e: e.memory.peak)
         if evaluator.compiles:
             least = evaluator.compile(least.candidate)
         return Choice(least, fits=False, changes=tuple(_changes(config, evaluator)))
     return Choice(
         chosen,
         fits=True,
-        alternatives=tuple(_alternatives(found, chosen, limit)),
-        longest_sequence=_longest_sequence(found, evaluator, limit),
-        largest_micro_batch=_largest_micro_batch(chosen, evaluator, limit),
+        alternatives=tuple(_alternatives(found, chosen, evaluator)),
+        longest_sequence=_longest_sequence(found, evaluator),
+        largest_micro_batch=_largest_micro_batch(chosen, evaluator),
     )
 
 
 def _estimates(config: ConfigureConfig, evaluator: Evaluator) -> list[Evaluated]:
-    count = evaluator.machine.count
-    return [
-        evaluator.estimate(candidate)
-        for candidate in candidates(config, count, evaluator.model.train_name, evaluator.model.base.model.config)
-    ]
+    return list(map(evaluator.estimate, _candidates(config, evaluator)))
 
 
-def _ranked(found: Sequence[Evaluated]) -> list[Evaluated]:
-    """Order from fast to slow; of equal speed, 32-bit moments before 8-bit ones, and what needs least first."""
+def _candidates(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[Candidate]:
+    model = evaluator.model
+    return candidates(config, evaluator.machine.count, model.train_name, model.base.model.config)
+
+
+def _ranked(found: Sequence[Evaluated], evaluator: Evaluator) -> list[Evaluated]:
+    """Order from fast to slow.
+
+    Of equal speed, 32-bit moments go before 8-bit ones, then the most rows a step, the fewest streamed layers, and what
+    needs least. Streaming goes last for a host of which nobody said how much it holds.
+    """
 
     def key(evaluated: Evaluated) -> tuple:
-        speed = evaluated.tokens_per_second
+        speed, config = evaluated.tokens_per_second, evaluated.candidate.config
         step = 0 if speed is None else round(math.log(speed) / SPEED_STEP)
-        return (-step, evaluated.candidate.config.optimizer != "adamw", evaluated.memory.peak)
+        rows = config.micro_batch_size * config.gradient_accumulation_steps * replicas_of(config)
+        waiting = sum(memory.waiting for memory in evaluated.stages)
+        unknown = waiting > 0 and evaluator.machine.host_memory is None
+        return (unknown, -step, config.optimizer != "adamw", -rows, waiting, evaluated.memory.peak)
 
     return sorted(found, key=key)
 
 
-def _fastest_that_fits(found: Sequence[Evaluated], evaluator: Evaluator, limit: int) -> Evaluated | None:
-    compiled = 0
+def _fastest_that_fits(found: Sequence[Evaluated], evaluator: Evaluator) -> Evaluated | None:
+    compiled, limit = 0, evaluator.machine.budget.limit
     for evaluated in found:
         if not evaluator.compiles or compiled >= MOST_COMPILED:
             if evaluated.highest_peak <= limit:
@@ -106,32 +115,36 @@ def _fastest_that_fits(found: Sequence[Evaluated], evaluator: Evaluator, limit: 
         elif evaluated.lowest_peak <= limit:
             exact = evaluator.compile(evaluated.candidate)
             compiled += 1
-            if exact.memory.peak <= limit:
+            if evaluator.surely_fits(exact):
                 return exact
     return None
 
 
-def _alternatives(found: Sequence[Evaluated], chosen: Evaluated, limit: int) -> Iterator[Evaluated]:
+def _alternatives(found: Sequence[Evaluated], chosen: Evaluated, evaluator: Evaluator) -> Iterator[Evaluated]:
     """Yield the next ones, each the fastest of its kind."""
     seen = {chosen.candidate.kind}
     for evaluated in found:
-        if evaluated.candidate.kind not in seen and evaluated.highest_peak <= limit:
+        if evaluated.candidate.kind not in seen and evaluator.surely_fits(evaluated):
             seen.add(evaluated.candidate.kind)
             yield evaluated
         if len(seen) > ALTERNATIVES:
             return
 
 
-def _longest_sequence(found: Sequence[Evaluated], evaluator: Evaluator, limit: int) -> Bound | None:
+def _longest_sequence(found: Sequence[Evaluated], evaluator: Evaluator) -> Bound | None:
     """Search over all kinds of settings: the longest is that of one which keeps little."""
     best: Bound | None = None
     for candidate in {e.candidate.kind: e.candidate for e in found}.values():
-        smallest = candidate.changed(micro_batch_size=1, optimizer=_smallest_optimizer(found))
+        least: dict[str, Any] = {"micro_batch_size": 1, "optimizer": _smallest_optimizer(found)}
+        if candidate.config.streamed_weights != "none":
+            weights = [e.candidate.config.offload.weights for e in found if e.candidate.kind == candidate.kind]
+            least |= {"gradient_accumulation_steps": 1, "offload__weights": max(weights, key=lambda n: (n == "all", n))}
+        smallest = candidate.changed(**least)
 
         def at(length: int, smallest: Candidate = smallest) -> Candidate:
             return smallest.changed(sequence_length=length * SEQUENCE_MULTIPLE)
 
-        bound = _largest(at, evaluator, limit, LARGEST_SEQUENCE // SEQUENCE_MULTIPLE)
+        bound = _largest(at, evaluator, LARGEST_SEQUENCE // SEQUENCE_MULTIPLE)
         if bound is not None and (best is None or bound.value * SEQUENCE_MULTIPLE > best.value):
             best = Bound(bound.value * SEQUENCE_MULTIPLE, bound.by)
     return best
@@ -142,22 +155,23 @@ def _smallest_optimizer(found: Sequence[Evaluated]) -> str:
     return "adamw_8bit" if "adamw_8bit" in names else names.pop()
 
 
-def _largest_micro_batch(chosen: Evaluated, evaluator: Evaluator, limit: int) -> Bound | None:
-    return _largest(lambda rows: chosen.candidate.changed(micro_batch_size=rows), evaluator, limit, 1024)
+def _largest_micro_batch(chosen: Evaluated, evaluator: Evaluator) -> Bound | None:
+    return _largest(lambda rows: chosen.candidate.changed(micro_batch_size=rows), evaluator, 1024)
 
 
-def _largest(at: Callable[[int], Candidate], evaluator: Evaluator, limit: int, most: int) -> Bound | None:
+def _largest(at: Callable[[int], Candidate], evaluator: Evaluator, most: int) -> Bound | None:
     """Return the largest number from 1 to `most` whose candidate fits for certain, by bisection."""
+
+    def fits(number: int) -> bool:
+        return evaluator.surely_fits(evaluator.estimate(at(number)))
+
     low, high = 0, 1
-    while high <= most and evaluator.estimate(at(high)).highest_peak <= limit:
+    while high <= most and fits(high):
         low, high = high, high * 2
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        if evaluator.estimate(at(middle)).highest_peak <= limit:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return Bound(low, evaluator.estimate(at(low))) if low else None
 
 
@@ -175,7 +189,7 @@ def _changes(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[tuple[st
     machine = evaluator.machine
     kinds = [
         *([change] for change in _unpinned(config)),
-        *(list(kind) for kind in (_shorter(config), _lower_rank(config), _more(machine), _larger(machine))),
+        *map(list, (_shorter(config), _lower_rank(config), _more(machine), _larger(machine), _more_host(machine))),
     ]
     kinds = [kind for kind in kinds if kind]
     single = [_mildest(kind, partial(_would_fit, config, evaluator)) for kind in kinds]
@@ -210,7 +224,17 @@ def _would_fit(config: ConfigureConfig, evaluator: Evaluator, *changes: Change) 
         machine = change.machine(machine)
     changed = config.model_copy(update=options)
     other = evaluator.for_machine(machine, changed.lora)
-    return any(evaluated.highest_peak <= machine.budget.limit for evaluated in _estimates(changed, other))
+    return any(other.surely_fits(other.estimate(candidate)) for candidate in _least(changed, other))
+
+
+def _least(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[Candidate]:
+    """Go through the candidates that need least: if these do not fit, none does."""
+    least = {"micro_batch_size": config.micro_batch_size or 1, "optimizer": config.optimizer or "adamw_8bit"}
+    found = _candidates(config.model_copy(update=least), evaluator)
+    for candidate in found:
+        streams = candidate.config.streamed_weights != "none"
+        if not streams or config.rows_per_step is not None or candidate.config.gradient_accumulation_steps == 1:
+            yield candidate
 
 
 def _shorter(config: ConfigureConfig) -> Iterator[Change]:
@@ -227,9 +251,13 @@ def _lower_rank(config: ConfigureConfig) -> Iterator[Change]:
 
 def _unpinned(config: ConfigureConfig) -> Iterator[Change]:
     """Yield what the options hold fast and could let go."""
-    for name in ("micro_batch_size", "optimizer", "remat", "strategy"):
+    for name in ("micro_batch_size", "rows_per_step", "optimizer", "remat", "strategy"):
         if getattr(config, name) is not None:
             yield Change(f"without --{name.replace('_', '-')} {getattr(config, name)}", {name: None})
+    for name, free in {"activations": None, "weights": "auto"}.items():
+        if (given := getattr(config.offload, name)) != free:
+            text = f"without --offload.{name} {str(given).lower()}"
+            yield Change(text, {"offload": config.offload.model_copy(update={name: free})})
 
 
 def _more(machine: Machine) -> Iterator[Change]:
@@ -243,3 +271,11 @@ def _larger(machine: Machine) -> Iterator[Change]:
         larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > machine.memory]
         for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
             yield Change(f"--gpu {gpu.kind}", machine=partial(Machine.with_gpu, gpu=gpu))
+
+
+def _more_host(machine: Machine) -> Iterator[Change]:
+    """Yield larger memories of a host that is not this one, where it was said how large it is."""
+    if not machine.present and machine.host_memory is not None:
+        for size in HOST_SIZES:
+            if size * GIB > machine.host_memory:
+                yield Change(f"--host-memory {size}", machine=partial(Machine.with_host_memory, size=size * GIB))

@@ -1,6 +1,7 @@
 """What a step's arguments take of each device, from their declared shapes: exact, without a compiler or devices."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -10,14 +11,19 @@ from jax.sharding import AbstractMesh, AxisType
 
 from models.llama import Ends, linear_modules
 from models.parameters import split
+from models.stream import StreamOrder
 from sharding.mesh import AXES
 from zagora_jax.arrange import layers_of_stages
 from zagora_jax.base import BaseModel
+from zagora_jax.checkpoints.load import expected_tensors
 from zagora_jax.config import TrainConfig
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer
 from zagora_jax.stage import Stage
+from zagora_jax.streaming import stream_of
 from zagora_jax.train_state import TrainState, initial_state
+
+Axes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,18 @@ class Shapes:
         self.base = base
         self._state = functools.cache(self._state_of)
         self._arguments = functools.cache(self._arguments_of)
+        self._waiting = functools.cache(self._waiting_of)
 
     def arguments(self, config: TrainConfig) -> tuple[Arguments, ...]:
         """Return what the step's arguments take of each device, the batch left out: for each stage, if in stages."""
         exchange = (config.gradient_compression, config.gradient_exchange)
-        axes = tuple(mesh_shape(config).items())
-        return self._arguments(config.optimizer, config.compute_dtype, exchange, axes, self.layers(config))
+        axes, stream = tuple(mesh_shape(config).items()), self.stream(config)
+        return self._arguments(config.optimizer, config.compute_dtype, exchange, axes, stream, self.layers(config))
+
+    def waiting(self, config: TrainConfig) -> int:
+        """Return the bytes of a device's part of one layer that waits in host memory; 0 where none does."""
+        stream = self.stream(config)
+        return 0 if stream is None else self._waiting(tuple(mesh_shape(config).items()), stream)
 
     def layers(self, config: TrainConfig) -> tuple[int, ...]:
         """Return how many layers each stage has; all of them without stages."""
@@ -60,12 +72,22 @@ class Shapes:
             return (self.base.model.config.num_layers,)
         return tuple(layers_of_stages(config, self.base.model, _abstract(mesh_shape(config))))
 
+    def stream(self, config: TrainConfig) -> StreamOrder | None:
+        """Return which layers wait in host memory; None: none do."""
+        return stream_of(config, self.base.model)
+
     @functools.cached_property
     def layer_weight_bytes(self) -> int:
         """Bytes of one layer's linear weights as they are stored, on one device."""
         modules = linear_modules(self.base.model).values()
         stored = (leaf for module in modules for leaf in jax.tree.leaves(module.weight.get_value()))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in stored) // self.base.model.config.num_layers
+
+    @functools.cached_property
+    def tensor_elements(self) -> tuple[int, int]:
+        """Elements of the checkpoint's largest tensor, and of all."""
+        sizes = [math.prod(tensor.shape) for tensor in expected_tensors(self.base.model).values()]
+        return max(sizes), sum(sizes)
 
     @functools.cached_property
     def layer_adapter_elements(self) -> int:
@@ -81,12 +103,13 @@ class Shapes:
         optimizer: str,
         dtype: str,
         exchange: tuple[str, str],
-        axes: tuple[tuple[str, int], ...],
+        axes: Axes,
+        stream: StreamOrder | None,
         layers: tuple[int, ...],
     ) -> tuple[Arguments, ...]:
         model, whole = self.base.model, self._state(optimizer, dtype)
         if len(layers) == 1:
-            return (_held(Distribution(_abstract(dict(axes)), model, *exchange), whole),)  # type: ignore[arg-type]
+            return (_held(Distribution(_abstract(dict(axes)), model, *exchange, stream), whole),)  # type: ignore[arg-type]
         mesh = _abstract({**dict(axes), "stage": 1})
         found, first = [], 0
         for index, count in enumerate(layers):
@@ -95,6 +118,11 @@ class Shapes:
             found.append(_held(stage.distribution, stage.part_of(whole)))
             first += count
         return tuple(found)
+
+    def _waiting_of(self, axes: Axes, stream: StreamOrder) -> int:
+        waiting = Distribution(_abstract(dict(axes)), self.base.model, stream=stream).waiting  # type: ignore[arg-type]
+        assert waiting is not None
+        return waiting.device_bytes
 
     def _state_of(self, optimizer: str, dtype: str) -> TrainState:
         make = functools.partial(

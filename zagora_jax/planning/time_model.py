@@ -2,7 +2,9 @@
 
     step = micro-batches x (passes over the layers + output head) + gradient exchange + update
 
-A pass takes its arithmetic and memory traffic one after the other, and hides what travels under them, as far as it can.
+A pass takes its arithmetic and memory traffic one after the other, and hides what travels under them, as far as it can:
+gathered weights, layer inputs that wait in host memory, and layers that are streamed from there, twice a step however
+many micro-batches there are. Sums of activations, between devices that compute a layer together, hide under nothing.
 The layers' products count 2 operations a weight and token forwards, 2 backwards (the frozen weights have no gradient),
 and 2 for what the backward pass computes again. The constants below stand for what the figures leave out. They were
 fitted to the runs in benchmarks/README.md (H200), and to Answer.AI's published runs of another trainer for GeForce and
@@ -28,6 +30,7 @@ ATTENTION = {"cudnn": 0.5, "chunked": 0.2, "reference": 0.1}  # of the sustained
 BANDWIDTH = 0.85  # of the published memory bandwidth
 HIDDEN = 0.85  # of the computing time that transfers can hide under
 GATHERS, LATENCY = 25, 20e-6  # a layer and pass: exchanges of codes, scales and adapters; seconds to start one
+ADAPTER_GATHERS = 14  # the same of adapters alone
 BYTES_A_WIDTH, BYTES_AN_INTERMEDIATE = 48, 20  # read and written by element-wise work, a token, layer and pass
 
 
@@ -98,11 +101,12 @@ def step_time(config: TrainConfig, work: Work, gpu: Gpu, link: Link, kernel: str
     mesh, times = mesh_shape(config), config.gradient_accumulation_steps
     batch = MicroBatch(config, work, gpu, link, kernel)
     tokens = batch.tokens * times * mesh["data"] * mesh["fsdp"]
-    update = 40 * work.adapters * max(layers) / mesh["fsdp"] / batch.bandwidth  # parameters, gradients and moments
+    shards = mesh["fsdp"] * mesh["tensor"]
+    update = 40 * work.adapters * max(layers) / shards / batch.bandwidth  # parameters, gradients and moments
     exchanged = _exchanged(config, work, mesh) / (link.gpu_gb_s * 1e9)
     if len(layers) == 1:
         products, traffic = (batch.products + batch.head) * times, batch.traffic * times + update
-        return StepTime(products, traffic, batch.exposed * times + exchanged, tokens)
+        return StepTime(products, traffic, batch.waiting(times) + exchanged, tokens)
     # A stage's forward task is one pass of its layers; its backward task computes that again, and the rest.
     shares = [count / sum(layers) for count in layers]
     busy, forward = batch.products + batch.traffic, 1 / (2 + batch.again)
@@ -129,6 +133,11 @@ class MicroBatch:
     def tokens(self) -> int:
         """Of a device."""
         return self.config.micro_batch_size * self.config.sequence_length
+
+    @property
+    def parts(self) -> int:
+        """Devices that compute each layer together."""
+        return mesh_shape(self.config)["tensor"]
 
     @property
     def rate(self) -> float:
@@ -159,39 +168,80 @@ class MicroBatch:
         width = shapes.num_heads * shapes.head_dim
         attention = 2 * self.tokens * self.config.sequence_length * width * shapes.num_layers
         passes = 3.5 + self.again - (self.config.remat == "attention")
-        return linear / self.rate + passes * attention / (self.rate * ATTENTION[self.kernel])
+        return (linear / self.rate + passes * attention / (self.rate * ATTENTION[self.kernel])) / self.parts
 
     @property
     def head(self) -> float:
         """Of the loss: logits, and the gradient of the hidden states."""
-        return 4 * self.tokens * self.work.shapes.vocab_size * self.work.shapes.hidden_size / self.rate
+        return 4 * self.tokens * self.work.shapes.vocab_size * self.work.shapes.hidden_size / self.rate / self.parts
 
     @property
     def traffic(self) -> float:
         """Of device memory beside the products: weights dequantised, element-wise work, what is kept."""
         shapes = self.work.shapes
         wide = 0 if self.config.quantization == "none" else 2  # bytes of a dequantised weight, written and read again
-        dequantised = self.work.weights * (2 + self.recomputed) * (self.work.weight_bytes + 2 * wide)
-        element_wise = BYTES_A_WIDTH * shapes.hidden_size + BYTES_AN_INTERMEDIATE * shapes.intermediate_size
+        dequantised = self.work.weights * (2 + self.recomputed) * (self.work.weight_bytes + 2 * wide) / self.parts
+        of_width = BYTES_A_WIDTH * shapes.hidden_size
+        element_wise = of_width + BYTES_AN_INTERMEDIATE * shapes.intermediate_size / self.parts
         of_token = element_wise * (2 + self.again) + 2 * _kept_bytes(self.config, shapes)
         return shapes.num_layers * (dequantised + self.tokens * of_token) / self.bandwidth
 
+    def waiting(self, times: int) -> float:
+        """Of `times` micro-batches, for transfers that are not hidden under the layers' computation."""
+        # Streamed layers, and what is brought together, serve all micro-batches at once.
+        streamed = self.streamed_layers
+        rounds = 1 if streamed else times
+        at_once = times // rounds
+        busy = at_once * (self.products + self.traffic)
+        forward, backward = HIDDEN * busy / (2 + self.again), HIDDEN * busy * (1 + self.again) / (2 + self.again)
+        seconds = at_once * (self._vocabulary + self._summed) + self._gathered(forward + backward)
+        codes = streamed * self._layer_bytes / mesh_shape(self.config)["fsdp"]
+        inputs = 0
+        if self.config.offload.activations:
+            inputs = 2 * at_once * self.tokens * self.work.shapes.num_layers * self.work.shapes.hidden_size
+        # Forwards, inputs go to the host while codes come from there; backwards both come, one after the other.
+        rate = self.link.host_gb_s * 1e9
+        seconds += max(0.0, max(codes, inputs) / rate - forward) + max(0.0, (codes + inputs) / rate - backward)
+        return rounds * seconds
+
     @property
-    def exposed(self) -> float:
-        """Of transfers that are not hidden under the layers' computation."""
-        config, shapes = self.config, self.work.shapes
-        hideable = HIDDEN * (self.products + self.traffic)
-        seconds = 0.0
-        shards = mesh_shape(config)["fsdp"]
-        if shards > 1:
-            passes = max(2.0, 1 + self.again)  # over the layers, each of which gathers them
-            gathered = passes * _gathered(self.work, shards) / (self.link.gpu_gb_s * 1e9)
-            vocabulary = _vocabulary(self.tokens, shapes, shards) / (self.link.gpu_gb_s * 1e9)
-            seconds += max(0.0, gathered - hideable) + vocabulary + GATHERS * LATENCY * shapes.num_layers * passes
-        if config.offload.activations:
-            there_and_back = 2 * 2 * self.tokens * shapes.num_layers * shapes.hidden_size
-            seconds += max(0.0, there_and_back / (self.link.host_gb_s * 1e9) - hideable)
-        return seconds
+    def streamed_layers(self) -> int:
+        """Layers that wait in host memory; where it is to be settled by the card, all."""
+        asked, layers = self.config.streamed_weights, self.work.shapes.num_layers
+        return asked if isinstance(asked, int) else 0 if asked == "none" else layers
+
+    @property
+    def _layer_bytes(self) -> float:
+        return self.work.weights * self.work.weight_bytes
+
+    def _gathered(self, hideable: float) -> float:
+        """Of bringing each layer's weights and adapters together, once forwards and once backwards."""
+        mesh = mesh_shape(self.config)
+        shards, rate, layers = mesh["fsdp"], self.link.gpu_gb_s * 1e9, self.work.shapes.num_layers
+        if shards * self.parts == 1:
+            return 0.0
+        passes = 2.0 if self.streamed_layers else max(2.0, 1 + self.again)  # each gathers them
+        codes = self._layer_bytes / self.parts * (shards - 1) / shards
+        adapters = 2 * self.work.adapters * (shards * self.parts - 1) / (shards * self.parts)
+        exchanges = GATHERS if shards > 1 else ADAPTER_GATHERS
+        return max(0.0, passes * layers * (codes + adapters) / rate - hideable) + exchanges * LATENCY * layers * passes
+
+    @property
+    def _vocabulary(self) -> float:
+        """Of looking words up and of the loss, whose tables are cut over the devices: hidden states both ways."""
+        mesh, width = mesh_shape(self.config), self.tokens * self.work.shapes.hidden_size
+        others = width * (2 * 2 + 2 + 4) * (mesh["fsdp"] - 1)
+        same = width * (2 + 4) * 2 * (self.parts - 1) / self.parts
+        return (others + same) / (self.link.gpu_gb_s * 1e9)
+
+    @property
+    def _summed(self) -> float:
+        """Of the sums of attention's and the feed-forward block's results, and of their inputs' gradients."""
+        if self.parts == 1:
+            return 0.0
+        sums = 4 + self.again  # what the feed-forward block adds is not needed again
+        size = 2 * 2 * self.tokens * self.work.shapes.hidden_size * (self.parts - 1) / self.parts
+        return self.work.shapes.num_layers * sums * (size / (self.link.gpu_gb_s * 1e9) + LATENCY)
 
 
 def _kept_bytes(config: TrainConfig, shapes: ModelConfig) -> int:
@@ -206,21 +256,10 @@ def _kept_bytes(config: TrainConfig, shapes: ModelConfig) -> int:
             return 2 * shapes.hidden_size
 
 
-def _gathered(work: Work, shards: int) -> float:
-    """Bytes of weights and adapters that a device receives in one pass over the layers."""
-    of_layer = work.weights * work.weight_bytes + 2 * work.adapters
-    return work.shapes.num_layers * of_layer * (shards - 1) / shards
-
-
-def _vocabulary(tokens: int, shapes: ModelConfig, shards: int) -> float:
-    """Bytes of looking words up and of the loss, whose tables are cut over the devices: hidden states both ways."""
-    return tokens * shapes.hidden_size * (2 * 2 + 2 + 4) * (shards - 1)
-
-
 def _exchanged(config: TrainConfig, work: Work, mesh: dict[str, int]) -> float:
     """Bytes of gradients that a device sends in a step."""
-    elements, shards, replicas = work.adapters * work.shapes.num_layers, mesh["fsdp"], mesh["data"]
+    elements, shards, replicas = work.adapters * work.shapes.num_layers, mesh["fsdp"] * mesh["tensor"], mesh["data"]
     compression = config.gradient_compression
-    times = config.gradient_accumulation_steps
+    times = 1 if config.streamed_weights != "none" else config.gradient_accumulation_steps
     sent = times * wire_bytes(elements, shards, compression, "reduce_scatter") if shards > 1 else 0
     return sent + (wire_bytes(elements // shards, replicas, compression) if replicas > 1 else 0)

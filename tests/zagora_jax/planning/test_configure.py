@@ -70,6 +70,7 @@ def test_the_plan_as_a_table(capsys, monkeypatch):
 def test_what_does_not_fit_says_what_would_with_another_status(capsys, monkeypatch, tmp_path):
     written = tmp_path / "zagora.yaml"
     arguments = ["--model-size", "70B", "--gpu", "rtx4090", "--source", "analytic", "--output", written]
+    arguments += ["--offload.weights", "none"]
     status, printed, _ = run(capsys, monkeypatch, *arguments)
     assert status == 1
     assert printed.startswith("does not fit: ")
@@ -127,6 +128,18 @@ def test_a_size_without_weights_writes_a_trial(capsys, monkeypatch, tmp_path):
     assert (config.model, config.max_steps) == ("synthetic:llama-3.1-8b", 20)
     assert 22.0 < config.device_memory_limit < 22.5
     assert "A trial on random weights" in written.read_text()
+
+
+def test_a_streaming_plan_is_written_as_train_takes_it(capsys, monkeypatch, tmp_path):
+    written = tmp_path / "zagora.yaml"
+    arguments = ["--model-size", "70B", "--memory-per-gpu", "24", "--gpu-count", "1", "--host-memory", "64"]
+    status, printed, _ = run(capsys, monkeypatch, *arguments, "--source", "analytic", "--json", "--output", written)
+    plan, config = json.loads(printed), load_config(TrainConfig, written)
+    assert (status, plan["strategy"]) == (0, "streaming")
+    assert plan["settings"]["offload.weights"] == config.offload.weights != "none"
+    assert 30 < plan["host"]["pinned_gib"] < 64
+    assert config.strategy == "streaming"
+    assert config.model == "synthetic:llama-3.3-70b"
 
 
 def test_files_of_others_are_not_replaced(capsys, monkeypatch, tmp_path):

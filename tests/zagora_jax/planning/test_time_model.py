@@ -100,3 +100,31 @@ def test_stages_wait_for_each_other_less_with_more_micro_batches():
     assert waiting(4) == pytest.approx(3 / 7, abs=0.08)
     assert waiting(32) == pytest.approx(3 / 35, abs=0.08)
     assert waiting(4) > waiting(8) > waiting(32)
+
+
+def test_streamed_layers_cross_the_host_link_twice_a_step_however_many_micro_batches_there_are():
+    def step(times, **settings):
+        streamed = {"sequence_length": 256, "gradient_accumulation_steps": times, **settings}
+        return estimated("llama-3-70b", "rtx4090", 1, "pcie4-x16", **streamed)
+
+    codes = 2 * work("llama-3-70b").weights * work("llama-3-70b").weight_bytes * 80 / 25.2e9
+    one = step(1, **{"offload.weights": "all"})
+    assert one.seconds == pytest.approx(codes, rel=0.25)  # so few tokens hide little
+    assert one.seconds > 1.5 * step(1).seconds
+    assert step(1, **{"offload.weights": 40}).waiting < 0.5 * one.waiting
+    many, resident = step(64, **{"offload.weights": "all"}), step(64)
+    assert many.waiting == 0
+    assert many.seconds == pytest.approx(resident.seconds, rel=0.01)
+
+
+def test_devices_that_compute_layers_together_share_the_work_and_wait_for_sums_of_activations():
+    tensor = {"strategy": "tensor", "mesh.fsdp": 1, "mesh.tensor": 4, "sequence_length": 4096}
+    one = estimated("llama-3-8b", "h100", 1, "nvlink", sequence_length=4096)
+    four = estimated("llama-3-8b", "h100", 4, "nvlink", **tensor)
+    assert four.products == pytest.approx(one.products / 4)
+    assert 2 * one.tokens_per_second < four.tokens_per_second < 4 * one.tokens_per_second
+    slow = estimated("llama-3-8b", "rtx4090", 4, "pcie4-x8", **tensor)
+    # Over PCIe, five sums of hidden states a layer take longer than the computation; there are two more at the ends.
+    sums = (32 * 5 * 2 * 2 + 2 * 6) * 3 / 4 * 4096 * 4096 / 6.3e9
+    assert slow.waiting == pytest.approx(sums, rel=0.05)
+    assert slow.waiting > slow.products

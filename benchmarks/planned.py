@@ -1,0 +1,141 @@
+"""Compares plans with runs on GPUs: planned memory with the allocator's peak, predicted tokens/s with measured ones.
+
+    python benchmarks/planned.py                      # one GPU, nine settings
+    python benchmarks/planned.py --gpus 2             # the settings of two
+    python benchmarks/planned.py --only streaming
+
+Each setting trains a few steps in a process of its own. "planned" is what XLA planned for the step on these devices,
+"estimated" the analytic estimate without a compiler; both are compared with the allocator's peak. The time model gets
+the vendor's figures of the GPU, and links as they are measured first. Results are also lines of results/planned.jsonl.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from compare import measure, table
+
+from sharding.targets import gpu as find_gpu
+from zagora_jax.base import open_base
+from zagora_jax.config import LoraConfig
+from zagora_jax.planning.candidates import Candidate, train_config
+from zagora_jax.planning.evaluate import Evaluator
+from zagora_jax.planning.links import Link
+from zagora_jax.planning.machine import Machine
+from zagora_jax.planning.model import PlannedModel
+
+RESULTS = Path(__file__).parent / "results" / "planned.jsonl"
+Settings = dict[str, Any]
+
+ONE: Settings = {"mesh.data": 1, "mesh.fsdp": 1}
+WAITING: Settings = {"offload.activations": True}
+CASES: dict[int, dict[str, Settings]] = {
+    1: {
+        "full": ONE,
+        "attention": ONE | {"remat": "attention"},
+        "none": ONE | {"remat": "none"},
+        "offload.activations": ONE | WAITING,
+        "4 rows": ONE | {"micro_batch_size": 4},
+        "4 rows, attention, 8-bit": ONE | {"micro_batch_size": 4, "remat": "attention", "optimizer": "adamw_8bit"},
+        "streaming all": ONE | {"offload.weights": "all"},
+        "streaming half, offload.activations, 8-bit": ONE
+        | WAITING
+        | {"offload.weights": "half", "gradient_accumulation_steps": 4, "optimizer": "adamw_8bit"},
+        "streaming all, 4 x 4 rows": ONE
+        | WAITING
+        | {"offload.weights": "all", "micro_batch_size": 4, "gradient_accumulation_steps": 4},
+    },
+    2: {
+        "fsdp": {"mesh.data": 1, "mesh.fsdp": 2},
+        "fsdp, attention": {"mesh.data": 1, "mesh.fsdp": 2, "remat": "attention"},
+        "replicas": {"mesh.data": 2, "mesh.fsdp": 1},
+        "tensor": {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2},
+        "fsdp, streaming all": {"mesh.data": 1, "mesh.fsdp": 2, "offload.weights": "all"},
+    },
+}
+
+PROBE = """
+import json, jax
+from zagora_jax.planning.probe import gpu_gb_s, host_gb_s
+devices = jax.devices()
+between = gpu_gb_s(devices) if len(devices) > 1 else 0.0
+print(json.dumps({"kind": devices[0].device_kind, "count": len(devices), "host": host_gb_s(devices[0]),
+                  "between": between}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="synthetic:llama-3-8b?layers=8")
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--max-steps", type=int, default=8, help="steps a setting, three of warm-up included")
+    parser.add_argument("--gpus", type=int, choices=CASES, default=1)
+    parser.add_argument("--only", default="", help="settings whose name contains this")
+    arguments = parser.parse_args()
+    machine = probe(arguments.gpus)
+    jax.config.update("jax_platforms", "cpu")  # this process only reckons: the GPUs are for those that it starts
+    base = open_base(arguments.model, quantization="nf4", dtype="bfloat16", lora=LoraConfig(), seed=0)
+    evaluator = Evaluator(
+        PlannedModel(base, arguments.model, arguments.model, LoraConfig()), machine, "analytic", print
+    )
+    results = []
+    for name, settings in CASES[arguments.gpus].items():
+        if arguments.only in name:
+            common = {"sequence_length": arguments.sequence_length, "gradient_accumulation_steps": 1}
+            results.append(compare(name, common | settings, evaluator, arguments.max_steps))
+            print(json.dumps(results[-1]), flush=True)
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.writelines(json.dumps(result) + "\n" for result in results)
+    print(table(results))
+
+
+def probe(count: int) -> Machine:
+    """Describe the GPUs of this machine, from a process of its own."""
+    found = subprocess.run([sys.executable, "-c", PROBE], stdout=subprocess.PIPE, text=True)
+    if found.returncode:
+        sys.exit("error: the GPUs of this machine could not be measured")
+    measured = json.loads(found.stdout)
+    if measured["count"] < count:
+        sys.exit(f"error: --gpus {count}: this machine has {measured['count']}")
+    gpu = find_gpu(measured["kind"])
+    link = Link("measured", measured["between"], measured["host"], measured=True)
+    print(f"{count} x {gpu.name}; GB/s: host to device {link.host_gb_s:.1f}, device to device {link.gpu_gb_s:.1f}")
+    return Machine(gpu.name, count, gpu.memory_bytes, gpu, link, None)
+
+
+def compare(name: str, settings: Settings, evaluator: Evaluator, steps: int) -> Settings:
+    """Train with these settings, and put beside it what was foretold."""
+    model = evaluator.model.base
+    if settings.get("offload.weights") == "half":
+        settings = settings | {"offload.weights": model.model.config.num_layers // 2}
+    config = train_config({"model": model.name, **settings})
+    foretold = evaluator.estimate(Candidate(name, settings, config))
+    flags = {key.replace("_", "-"): str(value).lower() for key, value in settings.items()}
+    found = measure({"model": evaluator.model.train_name, "max-steps": steps, **flags}, name)
+    if "error" in found:
+        return {"settings": name, "error": found["error"]}
+    peak, speed, predicted = found["peak_gib"], found["tokens_per_second"], foretold.tokens_per_second
+    assert predicted is not None
+    estimated = foretold.memory.peak / 2**30
+    return {
+        "settings": name,
+        "peak GiB": peak,
+        "planned": found["planned_gib"],
+        "off by": f"{found['planned_gib'] / peak - 1:+.1%}",
+        "estimated": round(estimated, 2),
+        "estimate off by": f"{estimated / peak - 1:+.1%}",
+        "tokens/s": speed,
+        "predicted": round(predicted),
+        "prediction off by": f"{predicted / speed - 1:+.1%}",
+        "devices": found["devices"],
+        "jax": found["jax"],
+    }
+
+
+if __name__ == "__main__":
+    main()
