@@ -8,6 +8,7 @@ from typing import Any
 from models.families import FAMILIES, Family
 from models.rope import RopeConfig
 
+MOST_LAYERS = 10_000  # eighty times the deepest model's; to list more would take all memory
 DEFAULT_MAX_POSITIONS = 2048  # what transformers' LlamaConfig assumes where config.json is silent
 
 
@@ -71,6 +72,8 @@ class ModelConfig:
             config, "max_position_embeddings", config.get("max_sequence_length", DEFAULT_MAX_POSITIONS)
         )
         num_layers = _positive(config, "num_hidden_layers")
+        if num_layers > MOST_LAYERS:
+            raise ValueError(f"config.json: num_hidden_layers is {num_layers}; expected {MOST_LAYERS} at most")
         return cls(
             vocab_size=_positive(config, "vocab_size"),
             hidden_size=hidden_size,

@@ -539,7 +539,7 @@ class ConfigureConfig(CommandConfig):
     host_memory: float | None = Field(default=None, gt=0, description="GiB of the host; else this machine's.")
     hourly_price: float | None = Field(default=None, ge=0, description="What the machine costs an hour, for the total.")
 
-    sequence_length: int = Field(default=2048, ge=2, description="Tokens in a row at most.")
+    sequence_length: int = Field(default=2048, ge=2, le=2**24, description="Tokens in a row at most.")
     rows_per_step: int | None = Field(
         default=None,
         ge=1,

@@ -118,6 +118,7 @@ def test_configs_are_hashable_values():
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not a known family"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected 10000 at most"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, found 0"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a positive integer, found 2.0"),
         ({"intermediate_size": "160"}, "intermediate_size must be a positive integer, found '160'"),

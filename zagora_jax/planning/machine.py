@@ -121,7 +121,7 @@ def find_machine(config: ConfigureConfig) -> Machine:
     gpu, notes = _described_gpu(config)
     memory = gpu.memory_bytes
     if config.memory_per_gpu is not None:
-        memory = _given_memory(config.memory_per_gpu, gpu)
+        memory = _given_memory(config.memory_per_gpu, gpu, config.gpu_count or 1)
     link = find_link(config.interconnect or "pcie", gpu, config.peer_to_peer)
     host = None if config.host_memory is None else round(config.host_memory * GIB)
     return Machine(gpu.name, config.gpu_count or 1, memory, gpu, link, host, notes=notes)
@@ -151,7 +151,7 @@ def _sold_gb(gpu: Gpu) -> int:
     return next(size for size in SOLD_GB if size * 1024 >= gpu.memory_mib)
 
 
-def _given_memory(gib: float, gpu: Gpu) -> int:
+def _given_memory(gib: float, gpu: Gpu, count: int) -> int:
     sold = _sold_gb(gpu)
     if gib > sold:
         raise UserError(
@@ -159,7 +159,13 @@ def _given_memory(gib: float, gpu: Gpu) -> int:
             f"{gpu.memory_mib / 1024:.2f} GiB; give less to leave room, or leave it out"
         )
     # "24" means the whole card of 24 GB, though it reports less; a smaller number is a bound.
-    return min(round(gib * GIB), gpu.memory_bytes)
+    memory = min(round(gib * GIB), gpu.memory_bytes)
+    if gpu_budget(memory, count).limit <= 0:
+        raise UserError(
+            f"--memory-per-gpu {gib:g}: the CUDA context and NCCL alone take {(CONTEXT + NCCL) / GIB:.1f} GiB of "
+            "a card; give more"
+        )
+    return memory
 
 
 def _this_machine(config: ConfigureConfig) -> Machine:

@@ -99,7 +99,7 @@ def find_size(text: str) -> tuple[str, tuple[str, ...]]:
     plain = re.sub(r"-(?:instruct|chat|base|it|hf)$", "", plain)
     if plain in KNOWN_MODELS:
         return plain, ()
-    size = re.fullmatch(r"(?:(.*)-)?(\d+(?:\.\d+)?)([bm])", plain)
+    size = re.fullmatch(r"(?:(.+)-)?(\d+(?:\.\d+)?)([bm])", plain)
     if size is None:
         raise UserError(f"--model-size {text}: expected a size (70B) or a model (llama-3.1-8b); known: {_all()}")
     family, billions = size[1], float(size[2]) / (1000 if size[3] == "m" else 1)
