@@ -5,6 +5,7 @@ of loading lie scattered: the memory may be free, but in two pieces. Arrays that
 back, one behind the other.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -53,6 +54,15 @@ def compact(arrays: Any, needed: Mapping[jax.Device, int]) -> Any:
     for number, (sharding, array) in on_host.items():
         leaves[number] = jax.device_put(array, sharding)
     return jax.tree.unflatten(tree, leaves)
+
+
+def compact_for(planned: Mapping[jax.Device, int], arrays: Any) -> Any:
+    """Make room, as `compact` does, for a program that needs `planned` bytes of each device, `arrays` included."""
+    used: Counter[jax.Device] = Counter()
+    for leaf in jax.tree.leaves(arrays):
+        if leaf.sharding.memory_kind == "device":
+            used.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
+    return compact(arrays, {device: planned[device] - used[device] for device in used})
 
 
 def _stats(device: jax.Device) -> Mapping[str, int]:

@@ -3,7 +3,6 @@
 import importlib.metadata
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -26,7 +25,7 @@ from zagora_jax.base import open_base
 from zagora_jax.checkpoints.background import BackgroundWriter, copy_to_host
 from zagora_jax.checkpoints.load import Destination
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
-from zagora_jax.compaction import compact
+from zagora_jax.compaction import compact_for
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
@@ -140,7 +139,7 @@ class _Run:
         frozen = self._load()
         state = self._initial_state()
         if compiled is not None:
-            frozen, state = self._compacted(compiled, frozen, state)
+            frozen, state = compact_for(compiled.planned_memory(), (frozen, state))
         # States are forgotten before the metrics of their steps: those of every saved step are always there.
         keep = self.config.keep_checkpoints
         states = StateWriter(self.directory.checkpoints, keep=keep, after_step=self.first_step)
@@ -254,15 +253,6 @@ class _Run:
                 "warning: the mesh or the exchange of gradients is not that of the checkpoint, whose state of it is "
                 f"left behind: {', and '.join(lost)}"
             )
-
-    def _compacted(self, compiled: CompiledStep, frozen: Any, state: TrainState) -> tuple[Any, TrainState]:
-        """Make room for what the step needs beside its arguments."""
-        used: Counter[jax.Device] = Counter()
-        for leaf in jax.tree.leaves((frozen, state)):
-            if leaf.sharding.memory_kind == "device":
-                used.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
-        planned = compiled.planned_memory()
-        return compact((frozen, state), {device: planned[device] - used[device] for device in used})
 
     def _compile_evaluation(self, frozen: nnx.State) -> Measure | None:
         if self.eval_batches is None:
