@@ -51,8 +51,9 @@ def main() -> None:
     print(f"loaded in {time.perf_counter() - started:.1f} s", flush=True)
     schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, known.steps)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay)
-    adapters = initial_adapter(split(base.model)[2], config.seed)
-    state = arrangement.put_state(arrangement.begin(initial_state(adapters, optimizer, config.compute_dtype)))
+    # Nothing but the result may stay on the device.
+    state = initial_state(initial_adapter(split(base.model)[2], config.seed), optimizer, config.compute_dtype)
+    state = arrangement.put_state(arrangement.begin(state))
     print("| micro-batch | micro-batches | tokens a row | tokens/s | step | planned | peak so far |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for shape in known.shapes:
