@@ -32,7 +32,7 @@ from models.parameters import Frozen, split
 from models.placement import LOCAL, Placement
 from models.remat import LAYER_INPUT, scan_layers
 from models.rope import apply_rope, rope_tables
-from models.stream import StreamedLoop, stream_layers
+from models.stream import LayerInputs, StreamedLoop, rerun_layers, run_layers, stream_layers
 from models.vocabulary import look_up
 
 # Attends to q [B, Q, H, D], k and v [B, Q, KV, D] of the present tokens. The second result is whatever the caller
@@ -276,7 +276,11 @@ class Llama(nnx.Module):
         dropout_keys: jax.Array | None = None,
         placement: Placement = LOCAL,
         exchanged: Any = None,
-    ) -> jax.Array:
+        inputs: jax.Array | None = None,
+        first_layer: jax.Array | int = 0,
+        keeping: bool = False,
+        kept: LayerInputs | None = None,
+    ) -> Any:
         """Do what `hidden_states` does for all micro-batches of an optimizer step, of a model with streamed layers.
 
         Args:
@@ -289,9 +293,13 @@ class Llama(nnx.Module):
             dropout_keys: keys [A, B].
             placement: its `stream` says which layers are streamed.
             exchanged: see `hidden_states`.
+            inputs: [A, B, S, hidden], see `hidden_states`.
+            first_layer: see `hidden_states`.
+            keeping: whether another program computes the gradients.
+            kept: what the program with `keeping` returned: only gradients are computed, and the result is zeros.
 
         Returns:
-            The normalised last hidden states [A, B, S, hidden].
+            [A, B, S, hidden], what `hidden_states` returns; with `keeping`, the layers' inputs too.
         """
         micro_batches, order = len(tokens), placement.stream
         assert order is not None
@@ -307,7 +315,8 @@ class Llama(nnx.Module):
         kinds = LayerKinds.of(self.config)
 
         def layer(x: jax.Array, shared: tuple, frozen: Any, adapters: Any, index: jax.Array) -> jax.Array:
-            tables, segment_ids, keys = shared
+            tables, segment_ids, keys, first = shared
+            index = first + index
             kind = kinds.of_layer(index)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
@@ -322,8 +331,15 @@ class Llama(nnx.Module):
 
         loop = StreamedLoop(layer, open_adapters, placement.fetch, order, offload_inputs)
         adapters, exchanged, _ = placement.adapters.begin(adapters, exchanged)
-        x = apart(self._embed(joined(tokens), placement))
-        x = stream_layers(loop, x, (tables, segment_ids, dropout_keys), frozen, waiting, (adapters, exchanged))
+        x = apart(self._embed(joined(tokens), placement)) if inputs is None else inputs
+        # An array a micro-batch, since the loop's functions may hold none themselves: see `jax.custom_vjp`.
+        first = jnp.full(micro_batches, first_layer)
+        shared = (tables, segment_ids, dropout_keys, first)
+        arguments = (loop, x, shared, frozen, waiting, (adapters, exchanged))
+        if keeping or kept is not None:
+            assert self.model.norm is None, "the last part computes both passes in one program"
+            return run_layers(*arguments) if keeping else rerun_layers(*arguments, kept)
+        x = stream_layers(*arguments)
         return x if self.model.norm is None else self.model.norm(x)
 
     def extend(

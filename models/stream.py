@@ -166,6 +166,54 @@ def stream_layers(
     return _forward(loop, x, shared, frozen, waiting, trained)[0]
 
 
+class LayerInputs(NamedTuple):
+    """What the forward pass keeps for the backward pass.
+
+    Attributes:
+        lead: [layers in front, A, ...], None where there are none.
+        of_groups: for each layer of a group [groups, A, ...].
+    """
+
+    lead: Any
+    of_groups: list[Any]
+
+
+def layer_inputs(order: StreamOrder, x: jax.ShapeDtypeStruct) -> LayerInputs:
+    """Return the shapes of what is kept of layers that map `x` [A, ...]."""
+
+    def stack(layers: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((layers, *x.shape), x.dtype)
+
+    return LayerInputs(stack(order.lead) if order.lead else None, [stack(order.groups) for _ in order.kinds])
+
+
+def run_layers(
+    loop: StreamedLoop, x: jax.Array, shared: Any, frozen: Any, waiting: jax.Array, trained: Any
+) -> tuple[jax.Array, LayerInputs]:
+    """Do what `stream_layers` does, and return what the backward pass needs in another program: see `rerun_layers`."""
+    x, (inputs, *_) = _forward(loop, x, shared, frozen, waiting, trained)
+    return x, inputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rerun_layers(
+    loop: StreamedLoop, x: jax.Array, shared: Any, frozen: Any, waiting: jax.Array, trained: Any, inputs: LayerInputs
+) -> jax.Array:
+    """Stand for a `stream_layers` that `run_layers` has computed: only its gradients are right, its result is zeros."""
+    return jnp.zeros_like(x)
+
+
+def _rerun_forward(
+    loop: StreamedLoop, x: jax.Array, shared: Any, frozen: Any, waiting: jax.Array, trained: Any, inputs: LayerInputs
+) -> tuple[jax.Array, Any]:
+    ahead = _bring(_in_host_memory(waiting), jnp.int32(loop.order.streamed_layers - 1))
+    return jnp.zeros_like(x), (inputs, ahead, shared, frozen, waiting, trained)
+
+
+def _rerun_backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple:
+    return *_backward(loop, kept, gradient), jax.tree.map(no_gradient, kept[0])
+
+
 def is_streamed_stack(node: Any) -> bool:
     """Tell whether a node of a pytree is a StreamedStack."""
     return isinstance(node, StreamedStack)
@@ -280,11 +328,11 @@ def _forward(
     x, lead_inputs = lax.scan(lead, x, jnp.arange(order.lead)) if order.lead else (x, None)
     (x, ahead), inputs = _count(order.groups, group, (x, ahead))
     # The backward pass begins with the layer that is on the device now, the last streamed one.
-    return x, (lead_inputs, inputs, ahead, shared, frozen, waiting, trained)
+    return x, (LayerInputs(lead_inputs, inputs), ahead, shared, frozen, waiting, trained)
 
 
 def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.Array, Any, Any, Any, Any]:
-    lead_inputs, inputs, ahead, shared, frozen, waiting, trained = kept
+    inputs, ahead, shared, frozen, waiting, trained = kept
     order = loop.order
     waiting = _in_host_memory(waiting)
 
@@ -298,7 +346,7 @@ def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.A
         gradient, gradients, ahead = carry
         number = order.groups - 1 - turn
         for place, is_streamed, of_groups in reversed(
-            list(zip(_places(order, number), order.kinds, inputs, strict=True))
+            list(zip(_places(order, number), order.kinds, inputs.of_groups, strict=True))
         ):
             brought = None
             if is_streamed:
@@ -318,12 +366,13 @@ def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.A
     (gradient, gradients, _), _ = _count(order.groups, group, (gradient, gradients, ahead))
     if order.lead:
         indices = jnp.arange(order.lead)
-        (gradient, gradients), _ = lax.scan(lead, (gradient, gradients), (indices, lead_inputs), reverse=True)
+        (gradient, gradients), _ = lax.scan(lead, (gradient, gradients), (indices, inputs.lead), reverse=True)
     nothing = functools.partial(jax.tree.map, no_gradient)
     return gradient, nothing(shared), nothing(frozen), nothing(waiting), gradients
 
 
 stream_layers.defvjp(_forward, _backward)
+rerun_layers.defvjp(_rerun_forward, _rerun_backward)
 
 
 def _gradients(

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from sharding.rules import PINNED
+
 
 def bounds(cut: Sequence[int]) -> list[range]:
     """Return which layers each stage has."""
@@ -40,13 +42,15 @@ def recut(arrays: Sequence[jax.Array], old: Sequence[int], new: Sequence[int]) -
             result.append(arrays[stage])
             continue
         sharding = arrays[stage].sharding
-        pieces = []
+        on_host = sharding.memory_kind == PINNED
+        pieces: list[Any] = []
         for source, had in enumerate(bounds(old)):
             common = _common(had, wanted)
             if common:
-                piece = arrays[source][common.start - had.start : common.stop - had.start]
-                pieces.append(jax.device_put(piece, sharding))
-        result.append(_joined(sharding)(pieces))
+                own = slice(common.start - had.start, common.stop - had.start)
+                piece = np.asarray(arrays[source])[own] if on_host else arrays[source][own]
+                pieces.append(piece if on_host else jax.device_put(piece, sharding))
+        result.append(jax.device_put(np.concatenate(pieces), sharding) if on_host else _joined(sharding)(pieces))
     return result
 
 

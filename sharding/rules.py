@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+# The memory kind of arrays that wait on the host where a device can copy them from.
+PINNED = "pinned_host"
+
 MeshAxes = str | tuple[str, ...] | None
 
 RULES: dict[str, MeshAxes] = {
@@ -52,3 +55,9 @@ def partition_spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes] =
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     """Return the sharding of an array with these logical axes."""
     return NamedSharding(mesh, partition_spec(axes))
+
+
+def pinned(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """Return the sharding of an array in pinned host memory, to describe it to the compiler; devices may be absent."""
+    # Absent devices have no memories: over a mesh of them, a sharding would silently drop its memory kind.
+    return NamedSharding(mesh.abstract_mesh, spec, memory_kind=PINNED)

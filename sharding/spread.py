@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from sharding.flat import FlatShard, padded_size
 from sharding.mesh import shard_count
-from sharding.rules import RULES, named_sharding
+from sharding.rules import PINNED, RULES, named_sharding, pinned
 
 UNIT = 256
 
@@ -34,6 +34,7 @@ class Spread:
         axes: tuple[str | None, ...],
         unit: int = UNIT,
         flat: str = "flat",
+        on_host: bool = False,
     ):
         """Describe the spread form of an array that `whole` describes.
 
@@ -44,7 +45,9 @@ class Spread:
                 each device along tensor, with "layers", "part".
             unit: a device's piece of a flat parameter is a multiple of this many elements.
             flat: the logical axis that a flat parameter without parts lies along.
+            on_host: whether each device's piece waits in pinned host memory.
         """
+        self.on_host = on_host
         self.mesh, self.whole, self.axes, self.unit, self.flat_axis = mesh, whole, axes, unit, flat
         self.parts = whole.shape[1] if axes[:2] == ("layers", "part") else 1
         self.shape = whole.shape[2:] if axes[:2] == ("layers", "part") else whole.shape[1:]
@@ -65,7 +68,7 @@ class Spread:
         if not layers:
             return None
         whole = jax.ShapeDtypeStruct((layers, *self.whole.shape[1:]), self.whole.dtype)
-        return Spread(self.mesh, whole, self.axes, self.unit, self.flat_axis)
+        return Spread(self.mesh, whole, self.axes, self.unit, self.flat_axis, self.on_host)
 
     @property
     def gathered(self) -> tuple[str, ...]:
@@ -77,12 +80,26 @@ class Spread:
     @property
     def sharding(self) -> NamedSharding:
         """Where the stored array lies."""
-        return named_sharding(self.mesh, self.stored_axes)
+        return self._sharding(self.stored_axes)
+
+    def _sharding(self, axes: tuple[str | None, ...]) -> NamedSharding:
+        sharding = named_sharding(self.mesh, axes)
+        return sharding.with_memory_kind(PINNED) if self.on_host else sharding
 
     @property
     def device_bytes(self) -> int:
         """Bytes that a device holds of the stored array."""
-        return math.prod(self.sharding.shard_shape(self.stored)) * self.whole.dtype.itemsize
+        return 0 if self.on_host else self._piece_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in host memory for a device."""
+        return self._piece_bytes if self.on_host else 0
+
+    @property
+    def _piece_bytes(self) -> int:
+        piece = named_sharding(self.mesh, self.stored_axes).shard_shape(self.stored)
+        return math.prod(piece) * self.whole.dtype.itemsize
 
     def wrap(self, stored: Any) -> Any:
         """Put a stored array into the form that the step takes."""
@@ -90,7 +107,9 @@ class Spread:
 
     def abstract(self) -> Any:
         """Return the step's form, with a ShapeDtypeStruct for the array."""
-        return self.wrap(jax.ShapeDtypeStruct(self.stored, self.whole.dtype, sharding=self.sharding))
+        sharding = named_sharding(self.mesh, self.stored_axes)
+        sharding = pinned(self.mesh, sharding.spec) if self.on_host else sharding
+        return self.wrap(jax.ShapeDtypeStruct(self.stored, self.whole.dtype, sharding=sharding))
 
     def put(self, array: jax.Array | np.ndarray) -> Any:
         """Spread a whole array; each device receives its part alone."""
@@ -116,7 +135,7 @@ class Spread:
             padding = [(0, size - have) for size, have in zip(stored, array.shape, strict=True)]
         if any(after for _, after in padding):
             array = numpy.pad(array, padding)
-        return self.wrap(jax.device_put(array.reshape(stored), named_sharding(self.mesh, axes)))
+        return self.wrap(jax.device_put(array.reshape(stored), self._sharding(axes)))
 
     def zeros(self) -> Any:
         """Return the step's form, filled with zeros in place."""

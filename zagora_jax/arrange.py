@@ -25,13 +25,29 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     mesh = choose_mesh(config) if mesh is None else mesh
     _check(config, mesh)
     tensor_segments(model.config, mesh.shape["tensor"])  # refuses what cannot be cut
+    stream = stream_of(config, model)
     if config.strategy != "layerwise":
-        stream = stream_of(config, model)
-        return Distribution(mesh, model, config.gradient_compression, config.gradient_exchange, stream)
+        return Distribution(
+            mesh,
+            model,
+            config.gradient_compression,
+            config.gradient_exchange,
+            stream,
+            moments_on_host=config.offload.optimizer,
+        )
     balance = Balance(config.balance.threshold, config.balance.patience) if config.balance.threshold else None
     layers = layers_of_stages(config, model, mesh)
     measured = None if config.stage_layers == "auto" else layers
-    return Pipeline(mesh, model, measured, config.gradient_compression, balance, config.offload.embedding)
+    return Pipeline(
+        mesh,
+        model,
+        measured,
+        config.gradient_compression,
+        balance,
+        config.offload.embedding,
+        config.streamed_weights,
+        config.offload.optimizer,
+    )
 
 
 def _check(config: TrainConfig, mesh: Mesh) -> None:

@@ -9,7 +9,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.parameters import Path
 from zagora_jax.checkpoints.load import Destination
 from zagora_jax.data.batches import Batch
 from zagora_jax.step import ForwardOptions
@@ -55,6 +54,9 @@ class CompiledStep(Protocol):
     def planned_memory(self) -> dict[jax.Device, int]:
         """Return the bytes that the step needs of each device."""
 
+    def planned_host_memory(self) -> int:
+        """Return the bytes of pinned host memory that the step needs, for all devices together."""
+
     def wire_bytes(self) -> dict[str, int]:
         """Return the bytes that a device sends in a step, by kind and mesh axes: of all devices, the most."""
 
@@ -69,8 +71,8 @@ class CompiledEvaluation(Protocol):
 class Arrangement(Protocol):
     """How a model and its training state lie on devices, and its programs for them.
 
-    It is a `Destination` of frozen parameters too. States are "whole" where they do not depend on the devices, as they
-    are saved; what `put_state` makes of them is the arrangement's own.
+    States are "whole" where they do not depend on the devices, as they are saved; what `put_state` makes of them is the
+    arrangement's own.
     """
 
     @property
@@ -86,15 +88,6 @@ class Arrangement(Protocol):
 
     def load(self, read: Callable[[Destination], nnx.State]) -> Any:
         """Bring frozen parameters onto the devices: `read` is called with where they go. For steps and evaluations."""
-
-    def empty(self, path: Path, declared: Any) -> Any:
-        """See `Destination`."""
-
-    def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
-        """See `Destination`."""
-
-    def whole(self, path: Path, value: Any) -> Any:
-        """See `Destination`."""
 
     @property
     def exchange_state(self) -> dict[str, Any]:

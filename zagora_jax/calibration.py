@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ Resized = Callable[[Stage, int], Stage]
 def measure_costs(
     stages: Sequence[Stage],
     resized: Resized,
-    activations: Sequence[int],
+    activations: Sequence[tuple[int, int]],
     recipe: Recipe,
     whole: TrainState,
     batch: Batch,
@@ -42,7 +43,7 @@ def measure_costs(
     Args:
         stages: one a group of devices.
         resized: gives a stage another number of layers.
-        activations: how many activations each stage holds at most.
+        activations: how many inputs each stage has at most, and how many activations are on their way.
         recipe: what the step computes.
         whole: shapes of the training state.
         batch: shapes of a batch.
@@ -60,7 +61,7 @@ def measure_costs(
     for one, two, held in zip(of_one, of_two, activations, strict=True):
         seconds, more_seconds = _seconds(one, batch), _seconds(two, batch)
         layer = max(more_seconds - seconds, 0.05 * more_seconds)  # never nothing, however noisy the clock is
-        planned, more = one.planned_memory(held), two.planned_memory(held)
+        planned, more = one.planned_memory(*held), two.planned_memory(*held)
         costs.append(StageCost(layer, max(seconds - layer, 0.0), _most_layers(one.stage, planned, more - planned)))
     return costs
 
@@ -77,7 +78,7 @@ def _seconds(programs: StagePrograms, batch: Batch) -> float:
     """Time one micro-batch, forward and backward."""
     stage = programs.stage
     distribution = stage.distribution
-    frozen = synthetic_frozen(distribution.model, 0, distribution)
+    frozen = distribution.load(partial(synthetic_frozen, distribution.model, 0))
     adapters = jax.tree.map(lambda spread: spread.zeros(), distribution.adapters)
     zeros = distribution.put_batch(Batch(*(np.zeros(array.shape, array.dtype) for array in batch)))
     place = Place(np.int32(0), np.int32(0), np.int32(0))
@@ -87,9 +88,11 @@ def _seconds(programs: StagePrograms, batch: Batch) -> float:
     times = []
     for _ in range(1 + REPETITIONS):  # the first one warms up
         started = time.perf_counter()
+        inputs: Any = activation
         if programs.forward is not None:
-            programs.forward(adapters, frozen, zeros, place, activation)
-        gradients, _, loss = programs.backward(gradients, adapters, frozen, zeros, place, activation, cotangent)
+            out = programs.forward(adapters, frozen, zeros, place, activation)
+            inputs = out[1] if programs.keeps else activation
+        gradients, _, loss = programs.backward(gradients, adapters, frozen, zeros, place, inputs, cotangent)
         jax.block_until_ready((gradients, loss))
         times.append(time.perf_counter() - started)
     return min(times[1:])

@@ -179,7 +179,13 @@ class OffloadConfig(Options):
         default="none",
         description="Keep frozen layers in pinned host memory and bring each to the device a layer ahead of its use: "
         "none, all, a number of layers, or as many as the device's memory needs (auto); with remat full. All "
-        "micro-batches of a step pass through a layer before the next comes, so that more of them cost no more copies.",
+        "micro-batches of a step pass through a layer before the next comes, so that more of them cost no more copies. "
+        "With strategy layerwise each card streams its own layers, for each micro-batch; a number is shared out.",
+    )
+    optimizer: bool = Field(
+        default=False,
+        description="Keep the optimizer's moments in pinned host memory between the steps; the update brings in one "
+        "layer's at a time.",
     )
 
 
@@ -459,8 +465,6 @@ class TrainConfig(CommandConfig):
                 f"offload.weights and strategy streaming do not go with remat {self.remat}: a streamed layer is "
                 "computed again from its input; use remat full"
             )
-        if self.streamed_weights != "none" and self.strategy == "layerwise":
-            raise ValueError("offload.weights does not go with strategy layerwise: use fsdp or streaming")
         if self.offload.activations and self.remat in ("nested", "none"):
             raise ValueError(
                 f"offload.activations does not go with remat {self.remat}, which keeps no layer inputs in one stack: "

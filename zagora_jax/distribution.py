@@ -56,6 +56,7 @@ class Distribution:
         compression: how gradients travel.
         exchange: when they do: at once, under the backward pass of other layers, or between replicas a step later.
         stream: which layers' frozen parameters wait in host memory; None: none do.
+        moments_on_host: whether the optimizer's moments wait in host memory between the steps.
     """
 
     mesh: Mesh
@@ -63,6 +64,7 @@ class Distribution:
     compression: Compression = "none"
     exchange: GradientExchange = "synchronous"
     stream: StreamOrder | None = None
+    moments_on_host: bool = False
 
     @property
     def rows_divisor(self) -> int:
@@ -172,12 +174,14 @@ class Distribution:
         everywhere = partial(jax.tree.map, lambda leaf: Spread(self.mesh, _shape_of(leaf), (None,) * leaf.ndim))
 
         def of_moment(moment: Any) -> Any:
+            spread = partial(Spread, self.mesh, on_host=self.moments_on_host)
             if isinstance(moment, QuantizedMoment):
                 codes, absmax = _shape_of(moment.codes), _shape_of(moment.absmax)
                 axes = ("layers", "flat")
-                return QuantizedMoment(Spread(self.mesh, codes, axes), Spread(self.mesh, absmax, axes, unit=1))  # type: ignore[arg-type]
-            axes = ("layers", *("flat",) * (moment.ndim - 1)) if moment.ndim else ()
-            return Spread(self.mesh, _shape_of(moment), axes)
+                return QuantizedMoment(spread(codes, axes), spread(absmax, axes, unit=1))  # type: ignore[arg-type]
+            if not moment.ndim:
+                return everywhere(moment)
+            return spread(_shape_of(moment), ("layers", *("flat",) * (moment.ndim - 1)))
 
         optimizer = jax.tree.map(of_moment, whole.optimizer, is_leaf=lambda leaf: isinstance(leaf, QuantizedMoment))
         return TrainState(
@@ -217,11 +221,15 @@ class Distribution:
 
     def load(self, read: Callable[[Destination], nnx.State]) -> Any:
         """Bring frozen parameters onto the devices, and streamed layers into host memory."""
-        if self.waiting is None:
-            return read(self)
-        destination = StreamedDestination(self._frozen_by_path, self.waiting, self.whole)
+        destination = self.destination()
         parameters = read(destination)
-        return StreamedFrozen(parameters, destination.waiting)
+        return StreamedFrozen(parameters, destination.waiting) if destination is not self else parameters
+
+    def destination(self) -> "Distribution | StreamedDestination":
+        """Return where frozen parameters go: here, or with room for streamed layers."""
+        if self.waiting is None:
+            return self
+        return StreamedDestination(self._frozen_by_path, self.waiting, self.whole)
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return the stack of layers of a frozen parameter, spread, without values yet; a `Destination`'s method."""
@@ -287,10 +295,20 @@ class Distribution:
         kinds["pending gradients"] = sum(spread.device_bytes for spread in jax.tree.leaves(state.pending))
         return kinds
 
+    def host_bytes(self, like: TrainState) -> dict[str, int]:
+        """Return the bytes that wait in pinned host memory for a device, by kind, in and between steps."""
+        waiting = 0 if self.waiting is None else self.waiting.device_bytes * self.waiting.order.streamed_layers
+        optimizer = sum(spread.host_bytes for spread in jax.tree.leaves(self.state(like).optimizer))
+        return {"layers": waiting, "optimizer": optimizer}
+
     def layout(self, like: TrainState) -> dict[str, Any]:
-        """Return what lies where: the mesh, and the bytes of each device by kind."""
+        """Return what lies where: the mesh, and the bytes of each device, and of the host for it, by kind."""
         names = [f"{device.platform}:{device.id}" for device in self.mesh.devices.flat]
-        return {"mesh": dict(self.mesh.shape), "bytes_a_device": dict.fromkeys(names, self.device_bytes(like))}
+        return {
+            "mesh": dict(self.mesh.shape),
+            "bytes_a_device": dict.fromkeys(names, self.device_bytes(like)),
+            "host_bytes_a_device": dict.fromkeys(names, self.host_bytes(like)),
+        }
 
     def put_adapters(self, whole: nnx.State) -> nnx.State:
         """Spread whole adapters."""
@@ -312,6 +330,7 @@ class Distribution:
             placement=self.training_placement,
             last_placement=self.last_placement,
             group=self.group,
+            moments_on_host=self.moments_on_host,
         )
         return SpreadStep(self, self.compile_step(step, whole, batch), self._compile_flush(recipe, whole))
 
@@ -319,9 +338,9 @@ class Distribution:
         """Compile what applies the gradients that the last step leaves pending."""
         if self.exchange != "delayed":
             return None
-        update = Update(recipe.optimizer, recipe.schedule, recipe.max_grad_norm, self.group)
+        update = Update(recipe.optimizer, recipe.schedule, recipe.max_grad_norm, self.group, self.moments_on_host)
         state = jax.tree.map(lambda spread: spread.abstract(), self.state(whole))
-        return self.compile(update.flush, (state,), (specs_of(state), PartitionSpec()), donated=(0,))
+        return self.compile(update.flush, (state,), (shardings_of(state), PartitionSpec()), donated=(0,))
 
     def compile_step(
         self, step: Callable[[TrainState, nnx.State, Batch], Any], whole: TrainState, batch: Batch
@@ -329,7 +348,7 @@ class Distribution:
         """Compile a train step for this mesh; `whole` and `batch` give shapes. The state is donated."""
         state = jax.tree.map(lambda spread: spread.abstract(), self.state(whole))
         arguments = (state, self.abstract_frozen(), self.abstract_batch(batch))
-        return self.compile(step, arguments, (specs_of(state), PartitionSpec()), donated=(0,))
+        return self.compile(step, arguments, (shardings_of(state), PartitionSpec()), donated=(0,))
 
     def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
         """Compile an evaluation for this mesh; `batch` gives shapes."""
@@ -355,18 +374,25 @@ class Distribution:
     def compile(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donated: tuple[int, ...] = ()
     ) -> jax.stages.Compiled:
-        """Compile a function under shard_map; the abstract `arguments` have shardings."""
+        """Compile a function under shard_map; the abstract `arguments` have shardings.
+
+        `out_specs` are PartitionSpecs, or shardings where results go to host memory.
+        """
         mesh = self.mesh.abstract_mesh  # the devices may be absent: see compile_for
-        specs = specs_of(arguments)
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
-        def in_place(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            return NamedSharding(mesh, leaf.sharding.spec, memory_kind=leaf.sharding.memory_kind)
+        def spec(place: PartitionSpec | NamedSharding) -> PartitionSpec:
+            return place.spec if isinstance(place, NamedSharding) else place
 
+        def in_place(place: PartitionSpec | NamedSharding) -> NamedSharding:
+            kind = place.memory_kind if isinstance(place, NamedSharding) else None
+            return NamedSharding(mesh, spec(place), memory_kind=kind)
+
+        in_specs, specs = specs_of(arguments), jax.tree.map(spec, out_specs)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         jitted = jax.jit(
             mapped,
-            in_shardings=jax.tree.map(in_place, arguments),
-            out_shardings=jax.tree.map(partial(NamedSharding, mesh), out_specs),
+            in_shardings=jax.tree.map(lambda leaf: in_place(leaf.sharding), arguments),
+            out_shardings=jax.tree.map(in_place, out_specs),
             donate_argnums=donated,
         )
         arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
@@ -397,6 +423,10 @@ class SpreadStep:
         """Return the bytes that the program needs, the same of every device."""
         return dict.fromkeys(self.distribution.mesh.devices.flat, memory(self.compiled).peak)
 
+    def planned_host_memory(self) -> int:
+        """Return the bytes of pinned host memory that the program needs, for all devices together."""
+        return memory(self.compiled).host_peak * self.distribution.mesh.size
+
     def wire_bytes(self) -> dict[str, int]:
         """Return the bytes that a device sends in a step, by kind of collective and mesh axes."""
         return wire_bytes(self.compiled, self.distribution.mesh)
@@ -405,6 +435,11 @@ class SpreadStep:
 def specs_of(arguments: Any) -> Any:
     """Return the PartitionSpec of every array that a tree describes."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
+
+
+def shardings_of(arguments: Any) -> Any:
+    """Return the sharding of every array that a tree describes, which says in which memory it is too."""
+    return jax.tree.map(lambda leaf: leaf.sharding, arguments)
 
 
 def describe_devices(mesh: Mesh) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from sharding.mesh import rows_divisor
 from zagora_jax import interruption
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import Arrangement
@@ -17,9 +18,11 @@ from zagora_jax.data.batches import Batch, Batches
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.devices import choose_mesh
 from zagora_jax.errors import UserError
+from zagora_jax.host_memory import allow_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.residency import settle_streaming
+from zagora_jax.run_directory import RunDirectory
 from zagora_jax.step import ForwardOptions
 from zagora_jax.tuned import open_tuned
 
@@ -66,15 +69,15 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     Raises:
         UserError: the run cannot be opened, there are no rows, or something is wrong with them.
     """
+    allow_pinned_memory(RunDirectory(config.run).read_config())
     tuned = open_tuned(config.run, config.checkpoint)
     options = {"micro_batch_size": config.micro_batch_size, "sequence_length": config.sequence_length}
     run_config = tuned.config.model_copy(update={name: value for name, value in options.items() if value is not None})
-    arrangement = arrange(
-        settle_streaming(run_config, tuned.base, reporter.say), tuned.base.model, _mesh_here(run_config)
-    )
-    batches = evaluation_batches(run_config, tuned.base, arrangement.rows_divisor, reporter, config.data)
+    mesh = _mesh_here(run_config)
+    batches = evaluation_batches(run_config, tuned.base, rows_divisor(mesh), reporter, config.data)
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data and no eval_fraction; give --data")
+    arrangement = arrange(settle_streaming(run_config, tuned.base, mesh, reporter.say), tuned.base.model, mesh)
     with reporter.counting("reading and quantising tensors", tuned.base.tensor_count()) as count:
         frozen = arrangement.load(partial(tuned.base.load, count.advance))
     step = compile_evaluation(forward_options(run_config, tuned.base), arrangement, frozen, batches)

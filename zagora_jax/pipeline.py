@@ -1,7 +1,8 @@
 """A run's arrays cut into stages: each group of devices keeps its own layers, and activations travel between them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models.llama import Ends, Llama
-from models.parameters import Path, by_path
+from models.parameters import by_path
+from models.stream import StreamOrder, stream_order
 from sharding.balance import choose_cut, explain
 from sharding.compression import Compression, ErrorFeedback
 from sharding.exchange import ExchangeErrors
@@ -21,15 +23,15 @@ from zagora_jax.arrangement import CompiledEvaluation, CompiledStep, Recipe, Say
 from zagora_jax.calibration import estimated_costs, measure_costs
 from zagora_jax.checkpoints.load import Destination, is_stacked
 from zagora_jax.data.batches import Batch
-from zagora_jax.devices import TAKES_LESS
+from zagora_jax.devices import TAKES_LESS, memory_limit
 from zagora_jax.distribution import Distribution, describe_devices
 from zagora_jax.errors import UserError
+from zagora_jax.pipeline_frozen import PipelineDestination
 from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep, activations_held
-from zagora_jax.stage import PipelineState, Stage
+from zagora_jax.stage import PipelineState, Stage, StagePrograms
 from zagora_jax.step import ForwardOptions
+from zagora_jax.streaming import fitting_order, streamed_of_stages
 from zagora_jax.train_state import TrainState
-
-EMBEDDING: Path = ("model", "embed_tokens", "weight")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Balance:
 
 
 class Pipeline:
-    """An `Arrangement` in stages. The value of a frozen parameter is a tuple: what each stage has of it, or None."""
+    """An `Arrangement` in stages; its frozen parameters are those of `zagora_jax.pipeline_frozen`."""
 
     def __init__(
         self,
@@ -56,6 +58,8 @@ class Pipeline:
         compression: Compression = "none",
         balance: Balance | None = None,
         host_embedding: bool = False,
+        weights: str | int = "none",
+        moments_on_host: bool = False,
     ):
         """Cut `model` into as many stages as the mesh has.
 
@@ -64,15 +68,20 @@ class Pipeline:
             model: the declared model.
             layers: how many layers each stage has. None: by estimate, and by measurement when a step is compiled.
             compression: how gradients travel between the replicas of a stage.
-            balance: when layers move in training; None: never.
+            balance: when layers move in training; None: never. Where some are streamed, none ever moves.
             host_embedding: whether words are looked up in the host's memory, and their rows sent to the first stage.
+            weights: how many layers wait in host memory: "none", "all", a number, or "auto", which is all until a step
+                is compiled, and then as many as the devices' memory needs.
+            moments_on_host: whether the optimizer's moments wait in host memory between the steps.
 
         Raises:
             ValueError: `layers` does not cut the model's layers into the mesh's stages.
         """
         stages, of_model = mesh.shape["stage"], model.config.num_layers
         self.costs = estimated_costs(model.config, stages)
-        self.measures, self.balance = layers is None, balance
+        self.measures, self.balance = layers is None, balance if weights == "none" else None
+        self.weights, self._is_settled = weights, weights != "auto"
+        self.moments_on_host = moments_on_host
         layers = choose_cut(self.costs, of_model) if layers is None else layers
         if len(layers) != stages or min(layers) < 1 or sum(layers) != of_model:
             raise ValueError(
@@ -83,15 +92,19 @@ class Pipeline:
         self.host_embedding, self._table = host_embedding, np.zeros((0, 0))
         self.stages = self.cut(layers)
 
-    def cut(self, layers: Sequence[int]) -> list[Stage]:
-        """Describe the stages that have so many layers each."""
+    def cut(self, layers: Sequence[int], streamed: Sequence[int] | None = None) -> list[Stage]:
+        """Describe the stages that have so many layers each, and so many in host memory: by default as `weights`."""
         stages, first = [], 0
-        for index, count in enumerate(layers):
+        streamed = streamed_of_stages(self.weights, layers) if streamed is None else streamed
+        for index, (count, waiting) in enumerate(zip(layers, streamed, strict=True)):
             ends = Ends(first=index == 0 and not self.host_embedding, last=index == len(layers) - 1)
-            part = self.model.part(count, ends)
-            stages.append(Stage(first, Distribution(stage_mesh(self.mesh, index), part, self.compression)))
+            part, order = self.model.part(count, ends), stream_order(count, waiting) if waiting else None
+            stages.append(Stage(first, self._distribution(stage_mesh(self.mesh, index), part, order)))
             first += count
         return stages
+
+    def _distribution(self, mesh: Mesh, part: Llama, order: StreamOrder | None) -> Distribution:
+        return Distribution(mesh, part, self.compression, stream=order, moments_on_host=self.moments_on_host)
 
     @property
     def layers(self) -> list[int]:
@@ -106,59 +119,26 @@ class Pipeline:
     def facts(self) -> dict[str, str]:
         """Name the devices and the cut."""
         cut = "to be measured" if self.measures else ", ".join(map(str, self.layers))
+        if self.weights != "none":
+            orders = [stage.distribution.stream for stage in self.stages]
+            waiting = ", ".join(str(order.streamed_layers if order else 0) for order in orders)
+            cut += f"; of them in host memory: {waiting if self._is_settled else 'as the devices need'}; none moves"
         if self.host_embedding:
             cut += "; input embedding in host memory"
         return {"devices": describe_devices(self.mesh), "layers of each stage": cut}
 
-    def load(self, read: Callable[[Destination], nnx.State]) -> nnx.State:
-        """Bring frozen parameters onto the stages' devices."""
-        return read(self)
-
-    def empty(self, path: Path, declared: Any) -> Any:
-        """Return every stage's stack of layers of a frozen parameter, without values yet."""
-        return tuple(stage.distribution.empty(path, declared) for stage in self.stages)
-
-    def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
-        """Put one layer's value into the stack of its stage."""
-        return tuple(
-            stage.distribution.set_layer(path, own, value, layer - stage.first_layer)
-            if layer in range(stage.layers.start, stage.layers.stop)
-            else own
-            for stage, own in zip(self.stages, stack, strict=True)
-        )
-
-    def whole(self, path: Path, value: Any) -> Any:
-        """Lay out a frozen parameter that is not stacked, or a whole stack."""
-
-        def of_stage(stage: Stage) -> Any:
-            if path not in stage.paths:
-                return None
-            part = jax.tree.map(lambda array: array[stage.layers], value) if is_stacked(path) else value
-            return stage.distribution.whole(path, part)
-
-        if self.host_embedding and path == EMBEDDING:
-            self._table = np.asarray(value)
-        return tuple(map(of_stage, self.stages))
+    def load(self, read: Callable[[Destination], nnx.State]) -> Any:
+        """Bring frozen parameters onto the stages' devices, and streamed layers into host memory."""
+        destination = PipelineDestination(self.stages, self.host_embedding)
+        frozen = destination.loaded(read(destination))
+        self._table = destination.embedding
+        return frozen
 
     def first_inputs(self, tokens: np.ndarray) -> jax.Array | None:
         """Return what the first stage takes beside tokens [M, S]: their embeddings, where those are on the host."""
         if not self.host_embedding:
             return None
         return self.stages[0].send(np.take(self._table, tokens, axis=0))  # type: ignore[arg-type]
-
-    def frozen_of_stages(self, frozen: nnx.State) -> list[nnx.State]:
-        """Part the frozen parameters into each stage's own."""
-        variables = by_path(frozen)
-        return [
-            nnx.from_flat_state(
-                [
-                    (path, variable.replace(variable.get_value()[index]))
-                    for path, variable in variables.items()
-                    if path in stage.paths
-                ]
-            )
-            for index, stage in enumerate(self.stages)
-        ]
 
     def move(self, stages: list[Stage], state: PipelineState, frozen: nnx.State) -> PipelineState:
         """Take on a new cut, made by `cut`: `frozen` is changed in place, the new state is returned."""
@@ -224,19 +204,47 @@ class Pipeline:
     def layout(self, like: TrainState) -> dict[str, Any]:
         """Return the bytes that each device holds, by kind; `like` gives the shapes of the training state."""
         layouts = [stage.distribution.layout(stage.part_of(like)) for stage in self.stages]
-        held = {device: kinds for layout in layouts for device, kinds in layout["bytes_a_device"].items()}
-        return {"mesh": dict(self.mesh.shape), "layers_of_stages": self.layers, "bytes_a_device": held}
+        held = {
+            name: {device: kinds for layout in layouts for device, kinds in layout[name].items()}
+            for name in ("bytes_a_device", "host_bytes_a_device")
+        }
+        return {"mesh": dict(self.mesh.shape), "layers_of_stages": self.layers, **held}
 
     def compile_training(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say = silent) -> CompiledStep:
         """Compile the programs of all stages; first decide on their layers, where that was left open."""
         if self.measures and not is_absent(self.mesh):
             self._measure(recipe, whole, batch, say)
+        if not self._is_settled and not is_absent(self.mesh):
+            self._settle(recipe, whole, batch, say)
         return PipelineStep(self, recipe, whole, batch, say)
+
+    def _settle(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say) -> None:
+        """Keep as many layers of each stage on its devices as there is room for beside the streaming step."""
+
+        def streamed(item: tuple[int, Stage]) -> int:
+            index, stage = item
+            limits = [memory_limit(device) for device in stage.distribution.mesh.devices.flat]
+            limit = min((limit for limit in limits if limit is not None), default=None)
+            if limit is None:
+                return 0
+            programs = StagePrograms(stage, recipe, stage.part_of(whole), batch)
+            planned = programs.planned_memory(*activations_held(index, len(self.stages), len(batch.tokens)))
+            assert stage.distribution.waiting is not None
+            order = fitting_order(stage.num_layers, stage.distribution.waiting.device_bytes, planned, limit)
+            return 0 if order is None else order.streamed_layers
+
+        with ThreadPoolExecutor() as threads:
+            found = list(threads.map(streamed, enumerate(self.stages)))
+        of_stages = ", ".join(f"{count} of {stage.num_layers}" for count, stage in zip(found, self.stages, strict=True))
+        say(f"weights: {of_stages} layers of the stages wait in host memory")
+        self.stages, self._is_settled = self.cut(self.layers, found), True
 
     def _measure(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say) -> None:
         stages, micro_batches = len(self.stages), len(batch.tokens)
         held = [activations_held(index, stages, micro_batches) for index in range(stages)]
         self.costs = measure_costs(self.stages, self.resized, held, recipe, whole, batch)
+        if self.weights != "none":  # what a device has no room for waits in host memory
+            self.costs = [replace(cost, most_layers=None) for cost in self.costs]
         try:
             cut = choose_cut(self.costs, self.model.config.num_layers)
         except ValueError as error:
@@ -247,9 +255,10 @@ class Pipeline:
         self.stages = self.cut(cut)
 
     def resized(self, stage: Stage, layers: int) -> Stage:
-        """Describe a stage with another number of layers."""
+        """Describe a stage with another number of layers, streamed if all are."""
         part = self.model.part(layers, stage.distribution.model.ends)
-        return Stage(0, Distribution(stage.distribution.mesh, part, self.compression))
+        order = stream_order(layers, layers) if self.weights == "all" else None
+        return Stage(0, self._distribution(stage.distribution.mesh, part, order))
 
     def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
         """Compile a forward pass through all stages."""

@@ -23,15 +23,13 @@ from zagora_jax.arrangement import Recipe, Say, silent
 from zagora_jax.data.batches import Batch
 from zagora_jax.devices import lacking_memory
 from zagora_jax.distribution import wire_bytes
-from zagora_jax.stage import PipelineState, Place, Stage, StagePrograms
+from zagora_jax.pipeline_frozen import frozen_of_stages
+from zagora_jax.stage import MOST_QUEUED, PipelineState, Place, Stage, StagePrograms
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
 
 if TYPE_CHECKING:
     from zagora_jax.pipeline import Pipeline
-
-# Tasks that a stage may have in its queue, the running one among them.
-MOST_QUEUED = 3
 
 
 @dataclass
@@ -168,7 +166,7 @@ class PipelineStep:
         flows = [
             _Flow(programs, own.adapters, own_frozen, programs.stage.distribution.put_batch(batch), programs.zeros())
             for programs, own, own_frozen in zip(
-                self.programs, state.stages, self.pipeline.frozen_of_stages(frozen), strict=True
+                self.programs, state.stages, frozen_of_stages(frozen, self.pipeline.stages), strict=True
             )
         ]
         flows[-1].cotangents = dict.fromkeys(range(len(batch.tokens)), factor)
@@ -186,6 +184,8 @@ class PipelineStep:
             inputs = flow.inputs[task.micro_batch]
             assert programs.forward is not None
             out = programs.forward(flow.adapters, flow.frozen, flow.batch, place, inputs)
+            if programs.keeps:
+                out, flow.inputs[task.micro_batch] = out
             watch.dispatched("forward", inputs, out)
             receiver = flows[task.stage + 1]
             receiver.inputs[task.micro_batch] = receiver.programs.stage.send(out)
@@ -208,9 +208,18 @@ class PipelineStep:
         stages, micro_batches = len(of_stages), len(self._batch.tokens)
         planned: dict[jax.Device, int] = {}
         for index, programs in enumerate(of_stages):
-            needed = programs.planned_memory(activations_held(index, stages, micro_batches))
+            needed = programs.planned_memory(*activations_held(index, stages, micro_batches))
             planned |= dict.fromkeys(programs.stage.distribution.mesh.devices.flat, needed)
         return planned
+
+    def planned_host_memory(self) -> int:
+        """Return the bytes of pinned host memory that the step needs, for all devices together."""
+        stages, micro_batches = len(self.programs), len(self._batch.tokens)
+        return sum(
+            programs.planned_host_memory(inputs_held(index, stages, micro_batches))
+            * programs.stage.distribution.mesh.size
+            for index, programs in enumerate(self.programs)
+        )
 
     def wire_bytes(self) -> dict[str, int]:
         """Return the bytes that the device which sends most sends in a step."""
@@ -259,7 +268,7 @@ class PipelineEvaluation:
         """Return the loss summed over supervised tokens, and the sum of their weights."""
         self._follow()
         batches = [stage.distribution.put_batch(batch) for stage in self._stages]
-        own_frozen = self._pipeline.frozen_of_stages(frozen)
+        own_frozen = frozen_of_stages(frozen, self._stages)
         losses = []
         for micro_batch in range(len(batch.tokens)):
             inputs = self._pipeline.first_inputs(batch.tokens[micro_batch])
@@ -276,9 +285,9 @@ def seconds_of(work: list[Work], layers: Sequence[int]) -> list[float]:
     return [of_stage.seconds / of_stage.tasks["backward"] for of_stage in work]
 
 
-def activations_held(stage: int, stages: int, micro_batches: int) -> int:
-    """Return how many activations are on a stage's devices at most: inputs, and one on its way on either side."""
-    return inputs_held(stage, stages, micro_batches) + (2 if 0 < stage < stages - 1 else 1)
+def activations_held(stage: int, stages: int, micro_batches: int) -> tuple[int, int]:
+    """Return how many inputs a stage has at most, and how many activations are on their way: one on either side."""
+    return inputs_held(stage, stages, micro_batches), 2 if 0 < stage < stages - 1 else 1
 
 
 def idle_share(work: list[Work]) -> float:

@@ -83,7 +83,7 @@ def loss_sum(
     return cross_entropy_sum(flat, model.head, targets, weights, vocabulary=placement.vocabulary)
 
 
-def streamed_loss_sum(
+def streamed_hidden_states(
     model: Llama,
     waiting: jax.Array,
     batch: Batch,
@@ -91,12 +91,13 @@ def streamed_loss_sum(
     dropout_keys: jax.Array | None,
     placement: Placement,
     exchanged: Exchanged | None = None,
+    **of_part: Any,
 ) -> jax.Array:
-    """Do what `loss_sum` does for all micro-batches (arrays [A, M, S]; dropout keys [A, M]) of a streamed model.
+    """Do what `hidden_states` does for all micro-batches (arrays [A, M, S]; dropout keys [A, M]) of a streamed model.
 
     `waiting`: see `models.stream.stream_layers`.
     """
-    hidden = model.streamed_hidden_states(
+    return model.streamed_hidden_states(
         batch.tokens,
         batch.positions,
         batch.segment_ids if options.segmented else None,
@@ -106,7 +107,22 @@ def streamed_loss_sum(
         dropout_keys=dropout_keys,
         placement=placement,
         exchanged=exchanged,
+        **of_part,
     )
+
+
+def streamed_loss_sum(
+    model: Llama,
+    waiting: jax.Array,
+    batch: Batch,
+    options: ForwardOptions,
+    dropout_keys: jax.Array | None,
+    placement: Placement,
+    exchanged: Exchanged | None = None,
+    **of_part: Any,
+) -> jax.Array:
+    """Do what `loss_sum` does for all micro-batches of a streamed model; see `streamed_hidden_states`."""
+    hidden = streamed_hidden_states(model, waiting, batch, options, dropout_keys, placement, exchanged, **of_part)
 
     def add(total: jax.Array, micro_batch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         hidden, targets, weights = (array.reshape(-1, *array.shape[2:]) for array in micro_batch)
@@ -126,6 +142,7 @@ def make_train_step(
     placement: Placement = LOCAL,
     last_placement: Placement | None = None,
     group: DeviceGroup = ALONE,
+    moments_on_host: bool = False,
 ) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, Metrics]]:
     """Build the function (state, frozen, batch [A, M, S]) -> (state, metrics) that is to be jitted.
 
@@ -144,6 +161,7 @@ def make_train_step(
         placement: reaches parameters that are spread over devices.
         last_placement: the same for the last micro-batch, where that sums the gradients of all over the replicas.
         group: reaches the devices that share the rows; with it, the function is for use under shard_map.
+        moments_on_host: whether the optimizer's moments wait in host memory between the steps.
     """
 
     def micro_batch_loss(
@@ -219,7 +237,7 @@ def make_train_step(
             total += loss
         return gradients, total, errors, halfway if in_loop else total
 
-    update = Update(optimizer, schedule, max_grad_norm, group)
+    update = Update(optimizer, schedule, max_grad_norm, group, moments_on_host)
 
     def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = batch.weights

@@ -1,7 +1,8 @@
 """Frozen parameters whose layers wait in pinned host memory: how they are laid out, filled and handed to the step."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -13,14 +14,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.llama import Llama
 from models.parameters import Path
 from models.stream import StreamedStack, StreamOrder, stream_order
-from sharding.rules import named_sharding
+from sharding.rules import PINNED, named_sharding, pinned
 from sharding.spread import Spread
-from zagora_jax.checkpoints.load import set_layer
+from zagora_jax.checkpoints.load import is_stacked, set_layer
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 
-PINNED = "pinned_host"
 ALIGNMENT = 256  # bytes: what a GPU's vector loads and copies like best
+
+# Of the allocator's limit, what is left for what fragments.
+HEADROOM = 0.02
+# A few layers more in host memory than needed may lie better between the resident ones.
+LEEWAY = 3
 
 # A waiting layer is laid out as the flat parameters are: a part for each device of "fsdp".
 AXES = ("layers", "flat")
@@ -41,12 +46,51 @@ def stream_of(config: TrainConfig, model: Llama) -> StreamOrder | None:
         raise UserError(f"--offload.weights {asked}: the model has {layers} layers") from error
 
 
+def streamed_of_stages(weights: str | int, layers: Sequence[int]) -> list[int]:
+    """Return how many layers of each stage `offload.weights` streams; "auto", which depends on the devices, as "all".
+
+    A number is shared out by the stages' sizes.
+    """
+    if weights == "none":
+        return [0] * len(layers)
+    if not isinstance(weights, int):
+        return list(layers)
+    ends = [weights * end // sum(layers) for end in accumulate(layers)]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+def fitting_order(layers: int, layer_bytes: int, planned: int, limit: int) -> StreamOrder | None:
+    """Return which layers to stream so that the rest fill what a step with all layers streamed leaves of the memory.
+
+    Args:
+        layers: of the model, or of a stage.
+        layer_bytes: what a device holds of a layer that waits in host memory otherwise.
+        planned: bytes that the step needs of a device with all layers streamed.
+        limit: bytes that a device has for it.
+
+    Returns:
+        None where all layers fit.
+    """
+    resident = max(0, int((limit * (1 - HEADROOM) - planned) // layer_bytes))
+    if resident >= layers - 2:  # the two layers that a streaming step holds anyway make room for the last two
+        return None
+    needed = layers - resident
+    orders = [stream_order(layers, streamed) for streamed in range(needed, min(needed + LEEWAY, layers) + 1)]
+
+    def cost(order: StreamOrder) -> tuple[bool, int, int]:
+        # A group of one streamed layer copies it on the device: see models.stream.
+        return order.streamed == 1, order.lead + (order.streamed_layers - needed), order.streamed_layers
+
+    return min(orders, key=cost)
+
+
 class StreamedFrozen(NamedTuple):
     """The frozen parameters of a model with streamed layers, as the step takes them.
 
     Attributes:
         parameters: the model's state; parameters of layers that are worth it are `StreamedStack`s.
-        waiting: uint8 [K, devices * bytes] in pinned host memory, the streamed layers' part of those.
+        waiting: uint8 [K, devices * bytes] in pinned host memory, the streamed layers' part of those. Of a pipeline
+            one for each stage, or None.
     """
 
     parameters: nnx.State
@@ -134,9 +178,7 @@ class WaitingLayers:
 
     def abstract(self) -> jax.ShapeDtypeStruct:
         """Describe the array to the compiler; the devices may be absent."""
-        # Absent devices have no memories: over a mesh of them, a sharding would silently drop its memory kind.
-        spec = named_sharding(self.mesh, AXES).spec
-        sharding = NamedSharding(self.mesh.abstract_mesh, spec, memory_kind=PINNED)
+        sharding = pinned(self.mesh, named_sharding(self.mesh, AXES).spec)
         return jax.ShapeDtypeStruct(self.shape, jnp.uint8, sharding=sharding)
 
     def zeros(self) -> jax.Array:
@@ -157,8 +199,17 @@ class StreamedDestination:
 
     def __init__(self, spreads: dict[Path, Any], waiting: WaitingLayers, whole: Callable[[Path, Any], Any]):
         """Make room. `whole` brings a parameter that is not stacked into its form."""
-        self._spreads, self.whole = spreads, whole
+        self._spreads, self._whole = spreads, whole
         self.waiting = waiting.zeros()
+
+    def whole(self, path: Path, value: Any) -> Any:
+        """Bring a parameter that is not stacked, or a whole stack, into its form."""
+        if not is_stacked(path):
+            return self._whole(path, value)
+        stack = self.empty(path, value)
+        for layer in range(len(jax.tree.leaves(value)[0])):
+            stack = self.set_layer(path, stack, jax.tree.map(lambda array, at=layer: array[at], value), layer)
+        return stack
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return the stack of a parameter, without values yet."""

@@ -32,6 +32,7 @@ from zagora_jax.data.prepare import evaluation_batches, training_batches
 from zagora_jax.devices import limit_memory
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
+from zagora_jax.host_memory import allow_pinned_memory, require_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.planning.check import require_fit
@@ -93,6 +94,7 @@ class _Run:
     def __init__(self, config: TrainConfig, reporter: Reporter):
         config = with_adapters_options(config)
         self.config, self.reporter = config, reporter
+        allow_pinned_memory(config)
         if config.device_memory_limit is not None:
             limit_memory(config.device_memory_limit)
         self.directory = RunDirectory(config.output)
@@ -106,7 +108,7 @@ class _Run:
             seed=config.seed,
         )
         _, self.declared_frozen, self.declared_adapters = split(self.base.model)
-        self.arrangement = arrange(settle_streaming(config, self.base, reporter.say), self.base.model)
+        self.arrangement = arrange(config, self.base.model)
         self.options = forward_options(config, self.base)
         self.batches = training_batches(config, self.base, self.arrangement.rows_divisor, reporter)
         self.eval_batches = evaluation_batches(config, self.base, self.arrangement.rows_divisor, reporter)
@@ -133,6 +135,7 @@ class _Run:
             return self._train()
 
     def _train(self) -> TrainResult:
+        self._settle_streaming()
         self._open_directory()
         # Before any weight is read, so that a step that cannot fit costs seconds.
         compiled = self._compile_step() if self.first_step < self.total_steps else None
@@ -150,6 +153,17 @@ class _Run:
             state = self._loop(compiled, frozen, measure, states, state)
         self._evaluate(measure, state, "loss_after")
         return self._result()
+
+    def _settle_streaming(self) -> None:
+        """Decide which layers wait in host memory, where that depends on the devices, and on how long sequences are."""
+        mesh = self.arrangement.mesh
+        settled = settle_streaming(self._config_as_run, self.base, mesh, self.reporter.say)
+        self.arrangement = arrange(settled, self.base.model, mesh)
+
+    @property
+    def _config_as_run(self) -> TrainConfig:
+        """The options with sequences no longer than the longest row needs."""
+        return self.config.model_copy(update={"sequence_length": self.batches.width})
 
     def _is_finished(self) -> bool:
         """Tell whether all is done: a run may also break off behind its last step, before the last evaluation."""
@@ -289,9 +303,9 @@ class _Run:
         self.reporter.say(f"compiled in {time.perf_counter() - started:.1f} s; the step needs {most:.2f} GiB a device")
         self.directory.update_report({"planned_memory_gib": most})
         if config.plan_check:
-            # Sequences are no wider than the longest row needs.
-            as_run = config.model_copy(update={"sequence_length": self.batches.width})
-            require_fit(planned, as_run, self.base, self.arrangement.mesh)
+            mesh = self.arrangement.mesh
+            require_fit(planned, self._config_as_run, self.base, mesh)
+            require_pinned_memory(compiled.planned_host_memory(), mesh.devices.flat[0].platform)
         self._report_layout(compiled)
         return compiled
 

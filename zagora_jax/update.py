@@ -18,6 +18,8 @@ from sharding.flat import bare, clothed
 from sharding.group import ALONE, DeviceGroup
 from zagora_jax.train_state import TrainState
 
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
 Metrics = dict[str, jax.Array]
 
 
@@ -30,12 +32,14 @@ class Update:
         schedule: the optimizer's learning rate by the number of updates, for the metrics.
         max_grad_norm: the global norm that gradients are clipped to; 0 does not clip.
         group: reaches the devices that hold the other shards and replicas.
+        moments_on_host: whether the optimizer's moments wait in host memory.
     """
 
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     max_grad_norm: float
     group: DeviceGroup = ALONE
+    moments_on_host: bool = False
 
     def apply(self, state: TrainState, gradients: Any, sound: jax.Array) -> tuple[TrainState, jax.Array, Metrics]:
         """Change adapter and optimizer by gradients that are summed over all devices.
@@ -46,7 +50,16 @@ class Update:
         norm = jnp.sqrt(self.group.squared_norm(gradients))
         applied = jnp.isfinite(norm) & sound
         metrics = {"grad_norm": norm, "learning_rate": jnp.asarray(self.schedule(state.updates), jnp.float32)}
-        return changed(self.optimizer, state, gradients, norm, applied, self.max_grad_norm), applied, metrics
+        new = changed(
+            self.optimizer,
+            state,
+            gradients,
+            norm,
+            applied,
+            self.max_grad_norm,
+            moments_on_host=self.moments_on_host,
+        )
+        return new, applied, metrics
 
     def flush(self, state: TrainState, halfway: jax.Array | None = None) -> tuple[TrainState, Metrics]:
         """Sum the pending gradients over the replicas and apply them; nothing is pending then.
@@ -70,19 +83,65 @@ def changed(
     norm: jax.Array,
     applied: jax.Array,
     max_grad_norm: float,
+    *,
+    moments_on_host: bool = False,
 ) -> TrainState:
     """Clip `bare` gradients of the global norm `norm` and apply them to adapters and moments, if `applied` holds."""
     if max_grad_norm:
         clip = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_
         gradients = jax.tree.map(lambda g: g * clip, gradients)
     whole = (nnx.to_pure_dict(state.adapters), state.optimizer)
+    apply = _applied_by_layer if moments_on_host else _applied
     old, old_optimizer = bare(whole)
-    updates, new_optimizer = optimizer.update(gradients, old_optimizer, old)
-    kept = chosen(applied, (optax.apply_updates(old, updates), new_optimizer), (old, old_optimizer))
-    values, moments = clothed(kept, whole)
+    values, moments = clothed(apply(optimizer, gradients, old, old_optimizer, applied), whole)
     adapters = jax.tree.map(lambda x: x, state.adapters)
     nnx.replace_by_pure_dict(adapters, values)
     return state._replace(updates=state.updates + applied, adapters=adapters, optimizer=moments)
+
+
+def _applied(
+    optimizer: optax.GradientTransformation, gradients: Any, adapters: Any, moments: Any, condition: jax.Array
+) -> tuple[Any, Any]:
+    """Return adapters and moments, changed where the condition holds."""
+    updates, new_moments = optimizer.update(gradients, moments, adapters)
+    return chosen(condition, (optax.apply_updates(adapters, updates), new_moments), (adapters, moments))
+
+
+def _applied_by_layer(
+    optimizer: optax.GradientTransformation, gradients: Any, adapters: Any, moments: Any, condition: jax.Array
+) -> tuple[Any, Any]:
+    """Do what `_applied` does with moments [L, ...] in host memory, of which one layer's at a time is on the device.
+
+    The optimizer works elementwise, or in blocks of one layer. Its numbers [] are on the device.
+    """
+    leaves, structure = jax.tree.flatten(moments)
+    stacks = [jax.device_put(leaf, HOST) if leaf.ndim else leaf for leaf in leaves]  # where they are: see shard_map
+
+    def of_layer(layer: jax.Array, carry: tuple[Any, list[jax.Array]]) -> tuple[Any, list[jax.Array]]:
+        adapters, stacks = carry
+
+        def cut(stack: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(stack, layer, 1)
+
+        def put(stack: jax.Array, own: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(stack, own, layer, 0)
+
+        own = [
+            jax.device_put(cut(stack), DEVICE) if stack.ndim else leaf  # each layer counts from the same number
+            for stack, leaf in zip(stacks, leaves, strict=True)
+        ]
+        own_gradients, own_adapters = jax.tree.map(cut, (gradients, adapters))
+        own_moments = jax.tree.unflatten(structure, own)
+        changed_adapters, changed_own = _applied(optimizer, own_gradients, own_adapters, own_moments, condition)
+        new = [
+            put(stack, jax.device_put(leaf, HOST)) if stack.ndim else leaf
+            for stack, leaf in zip(stacks, jax.tree.leaves(changed_own), strict=True)
+        ]
+        return jax.tree.map(put, adapters, changed_adapters), new
+
+    layers = len(jax.tree.leaves(adapters)[0])
+    adapters, stacks = jax.lax.fori_loop(0, layers, of_layer, (adapters, stacks))
+    return adapters, jax.tree.unflatten(structure, stacks)
 
 
 def as_rows(tree: Any) -> Any:

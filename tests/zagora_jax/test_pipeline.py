@@ -1,5 +1,6 @@
 """A step through the stages of a pipeline against the same step on one device, and what each stage holds."""
 
+import json
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from sharding.mesh import make_mesh
 from zagora_jax import pipeline_step
 from zagora_jax.arrangement import Recipe, silent
 from zagora_jax.base import BaseModel, open_base
-from zagora_jax.config import LoraConfig, MeshConfig
+from zagora_jax.config import LoraConfig, MeshConfig, OffloadConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer, make_schedule
@@ -77,11 +78,12 @@ def trained(
     dtype="float32",
     observe=lambda step: None,
     say=silent,
+    offload=False,
 ):
     """Losses and gradient norms [steps, 2], and the whole state at the end."""
     schedule = make_schedule("cosine", 1e-3, 0, 22)
     made = make_optimizer(optimizer, schedule, 0.01)
-    options = ForwardOptions(kernel="reference", remat="full", segmented=packed)
+    options = ForwardOptions(kernel="reference", remat="full", segmented=packed, offload_activations=offload)
     whole = arrangement.begin(initial_state(subject.adapters, made, "float32"))
     recipe = Recipe(made, schedule, options, 1.0, dropout_seed=0, total_steps=22)
     step = arrangement.compile_training(recipe, whole, batches[0], say)
@@ -96,7 +98,11 @@ def trained(
 
 def laid_out(arrangement, frozen):
     flat = nnx.to_flat_state(frozen)
-    return nnx.from_flat_state([(path, v.replace(arrangement.whole(path, v.get_value()))) for path, v in flat])
+
+    def read(destination):
+        return nnx.from_flat_state([(path, v.replace(destination.whole(path, v.get_value()))) for path, v in flat])
+
+    return arrangement.load(read)
 
 
 _alone: dict = {}
@@ -127,6 +133,36 @@ def test_stages_train_as_one_device_does(subject):
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     # Adam divides by the gradient's own size: see test_distribution.
     assert furthest(state, one) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("weights", "inside", "offload"),
+    [
+        ("all", {}, True),
+        pytest.param("all", {"data": 2}, False, marks=pytest.mark.slow),
+        pytest.param(3, {}, True, marks=pytest.mark.slow),
+        pytest.param(4, {"fsdp": 2}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_stream_their_own_layers(subject, weights, inside, offload):
+    """The optimizer's moments wait in host memory too."""
+    expected, one = alone(subject, 6, 3)
+    sizes = {"stage": 2, **inside}
+    mesh = make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
+    arrangement = Pipeline(mesh, subject.base.model, (3, 2), weights=weights, moments_on_host=True)
+    found, state = trained(arrangement, subject, batches(6, 3), offload=offload)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    assert furthest(state, one) < 1e-4
+
+
+@pytest.mark.slow
+def test_streaming_replicas_of_a_pipeline_compress_as_resident_ones_do(subject):
+    resident, streamed = (
+        trained(pipeline(subject, (3, 2), 2, "int8", weights=weights), subject, batches(3, 3), offload=True)
+        for weights in ("none", "all")
+    )
+    np.testing.assert_allclose(streamed[0], resident[0], rtol=TOLERANCE)
+    assert any(np.asarray(residual, np.float32).any() for residual in jax.tree.leaves(streamed[1].residuals))
 
 
 @pytest.mark.slow
@@ -296,6 +332,31 @@ def test_a_run_goes_on_with_another_cut(tmp_path):
     assert once.loss_after == result.loss_after
     alone, _, _ = run("parted", max_steps=5, resume=True, strategy="replicas", mesh=MeshConfig(data=2))
     assert alone.loss_after < result.loss_after
+
+
+@pytest.mark.slow
+def test_a_streaming_run_goes_on(tmp_path):
+    """Saved with streamed layers and moments on the host, it goes on, also without."""
+    model = oracles.tiny_llama(tmp_path / "model", num_hidden_layers=5)
+    rows, held_out = runs.write_rows(tmp_path / "rows.jsonl", 24), runs.write_rows(tmp_path / "held.jsonl", 3, first=50)
+
+    def run(name, steps, **options):
+        offload = OffloadConfig(weights="all", activations=True, optimizer=True)
+        defaults = {"strategy": "layerwise", "remat": "full", "offload": offload, "mesh": MeshConfig(stage=2)}
+        defaults |= {"eval_data": [held_out], "save_every": 2, "schedule": "constant", "max_steps": steps}
+        config = runs.tiny_config(model, tmp_path / name, rows, **(defaults | {"stage_layers": [3, 2]} | options))
+        reporter, printed = runs.recorder()
+        return train(config, reporter), printed(), [line | {"idle": 0} for line in runs.numbers(tmp_path / name)]
+
+    _, printed, expected = run("whole", 4)
+    assert "3, 2; of them in host memory: 3, 2; none moves" in printed
+    layout = json.loads((tmp_path / "whole" / "layout.json").read_text())["host_bytes_a_device"]
+    assert all(kinds["layers"] > 0 and kinds["optimizer"] > 0 for kinds in layout.values())
+    run("parted", 2)
+    assert run("parted", 4, resume=True)[2] == expected  # the same bits
+    resident = run("parted", 5, resume=True, offload=OffloadConfig())[0]
+    streamed = run("whole", 5, resume=True)[0]
+    assert resident.loss_after == pytest.approx(streamed.loss_after, rel=TOLERANCE)
 
 
 def test_a_move_that_the_rest_of_the_run_does_not_make_up_for_is_refused_once(subject):

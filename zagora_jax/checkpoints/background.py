@@ -5,12 +5,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import jax
+import numpy as np
+
+from sharding.rules import PINNED
 
 
 def copy_to_host(arrays: Any) -> Any:
-    """Begin to copy a tree of arrays to pinned memory of the host; a program that reuses theirs waits for that."""
-    pinned = jax.tree.map(lambda array: array.sharding.with_memory_kind("pinned_host"), arrays)
-    return jax.device_put(arrays, pinned)
+    """Begin to copy a tree of arrays to pinned memory of the host; a program that reuses theirs waits for that.
+
+    What is there already is copied at once: `jax.device_put` would return it as it is.
+    """
+
+    def copy(array: jax.Array) -> jax.Array | np.ndarray:
+        if array.sharding.memory_kind == PINNED:
+            return np.array(array)
+        return jax.device_put(array, array.sharding.with_memory_kind(PINNED))
+
+    return jax.tree.map(copy, arrays)
 
 
 class BackgroundWriter:
