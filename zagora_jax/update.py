@@ -121,10 +121,10 @@ def _applied_by_layer(
         adapters, stacks = carry
 
         def cut(stack: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(stack, layer, 1)
+            return jax.lax.dynamic_slice_in_dim(stack, layer, 1, allow_negative_indices=False)
 
         def put(stack: jax.Array, own: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(stack, own, layer, 0)
+            return jax.lax.dynamic_update_slice_in_dim(stack, own, layer, 0, allow_negative_indices=False)
 
         own = [
             jax.device_put(cut(stack), DEVICE) if stack.ndim else leaf  # each layer counts from the same number
