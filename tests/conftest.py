@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,11 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 MOST_MEMORY = 3 * 2**30  # bytes of a process of tests, before it forgets compiled programs
 
+_CACHES = tempfile.TemporaryDirectory(prefix="caches-")
+
 
 def _settle_environment() -> None:
-    """One real CPU device, nothing from a compilation cache, nothing from the network; before jax is imported."""
+    """One real CPU device, no cache but one of its own, no network; before jax is imported."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `make test-gpu` sets cuda.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
@@ -27,6 +30,8 @@ def _settle_environment() -> None:
     else:
         os.environ.pop("XLA_FLAGS", None)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # What commands cache is gone when the tests end.
+    os.environ["XDG_CACHE_HOME"] = _CACHES.name
 
 
 _settle_environment()

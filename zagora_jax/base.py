@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from models.lora import LayerRanks, LoRAConfig
 from models.targets import lora_targets, value_of_module
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, check_tensors, expected_tensors, load_frozen
+from zagora_jax.checkpoints.quantized_cache import QuantizedCache
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.checkpoints.synthetic import PREFIX, synthetic_config, synthetic_frozen
 from zagora_jax.config import LoraConfig
@@ -32,6 +34,7 @@ class BaseModel:
     """A declared model and where its weights come from; `checkpoint` is None for a synthetic one.
 
     `quantization` is how its linear weights are held: as the user asked, or as the files have them already.
+    `quantized_cache` is the folder of quantised models; None: there is none.
     """
 
     name: str
@@ -40,6 +43,7 @@ class BaseModel:
     quantization: str
     dtype: jnp.dtype
     seed: int
+    quantized_cache: Path | None = None
 
     @property
     def synthetic(self) -> bool:
@@ -58,11 +62,30 @@ class BaseModel:
         """Count the base model's parameters, as they are before quantisation."""
         return sum(math.prod(tensor.shape) for tensor in expected_tensors(self.model).values())
 
-    def load(self, on_tensor: Callable[[], None] = lambda: None, destination: Destination = ONE_DEVICE) -> nnx.State:
-        """Put the frozen parameters on the devices; `on_tensor` is called after every tensor read."""
+    def load(
+        self,
+        on_tensor: Callable[[int], None] = lambda _: None,
+        destination: Destination = ONE_DEVICE,
+        say: Callable[[str], None] = logger.info,
+    ) -> nnx.State:
+        """Put the frozen parameters on the devices, from the cache of quantised models where they are there.
+
+        Args:
+            on_tensor: called after every tensor read with the number of its elements.
+            destination: where the parameters go.
+            say: told what the cache is used for, also by its writing later.
+        """
         if self.checkpoint is None:
             return synthetic_frozen(self.model, self.seed, destination)
-        return load_frozen(self.checkpoint, self.model, self.quantization, on_tensor, destination)
+        cache = self._open_cache(self.checkpoint, say)
+        return load_frozen(self.checkpoint, self.model, self.quantization, on_tensor, destination, cache)
+
+    def _open_cache(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> QuantizedCache | None:
+        """Open this model's entry in the cache; None where there is no cache, or it would hold nothing."""
+        root = self.quantized_cache
+        if root is None or not QuantizedCache.pays(checkpoint, self.quantization, self.model):
+            return None
+        return QuantizedCache(root, checkpoint, self.quantization, self.model, say)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that accompanies the weights."""
@@ -73,7 +96,15 @@ class BaseModel:
         return load_tokenizer(self.checkpoint)
 
 
-def open_base(name: str, *, quantization: str, dtype: str, lora: LoraConfig | None, seed: int = 0) -> BaseModel:
+def open_base(
+    name: str,
+    *,
+    quantization: str,
+    dtype: str,
+    lora: LoraConfig | None,
+    seed: int = 0,
+    quantized_cache: Path | None = None,
+) -> BaseModel:
     """Find the model `name`, declare it with adapters as asked, and check that its tensors are all there.
 
     Raises:
@@ -94,7 +125,7 @@ def open_base(name: str, *, quantization: str, dtype: str, lora: LoraConfig | No
         raise UserError(f"{name}: {error}") from error
     if checkpoint is not None:
         check_tensors(checkpoint, model)
-    return BaseModel(name, checkpoint, model, quantization, jnp.dtype(dtype), seed)
+    return BaseModel(name, checkpoint, model, quantization, jnp.dtype(dtype), seed, quantized_cache)
 
 
 def _check_layer_count(checkpoint: Checkpoint) -> None:

@@ -36,6 +36,10 @@ Numbers = Annotated[
 ]
 Quantization = Literal["nf4", "hqq", "int8", "none"]
 FloatType = Literal["bfloat16", "float16", "float32"]
+QuantizedCacheFolder = Annotated[
+    Literal["auto", "off"] | FilePath,
+    BeforeValidator(lambda value: value if value in ("auto", "off") else _to_path(value), json_schema_input_type=str),
+]
 
 
 class Options(BaseModel):
@@ -210,6 +214,19 @@ class BalanceConfig(Options):
     patience: int = Field(default=20, ge=1, description="For how many steps in a row it must have promised that.")
 
 
+def quantized_folder(option: Path | Literal["auto", "off"]) -> Path | None:
+    """Return the folder that quantized_cache says, by the XDG base directory specification for auto; None for off."""
+    if isinstance(option, Path):
+        return option
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    default = Path(caches) if os.path.isabs(caches) else Path.home() / ".cache"
+    return None if option == "off" else default / "zagora-jax" / "quantized"
+
+
+def _absolute(value: Any) -> Any:
+    return value.absolute() if isinstance(value, Path) else value
+
+
 def _run_of_model(fields: dict[str, Any]) -> Path:
     """Name the run after the last part of the model's name, as in `org/Llama-8B` or `~/llama-8b.gguf`."""
     name = fields["model"].rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
@@ -242,6 +259,11 @@ class TrainConfig(CommandConfig):
         "fitted: a little more exact and larger), int8 (8 bits) or none (in the type of computation). With nf4, a "
         "checkpoint that bitsandbytes has quantised already keeps its own numbers: nf4 or fp4, also those without "
         "double quantisation.",
+    )
+    quantized_cache: QuantizedCacheFolder = Field(
+        default="auto",
+        description="Where quantised layers are kept, so that the next start reads them and quantises nothing: a "
+        "folder, auto (zagora-jax/quantized in $XDG_CACHE_HOME or ~/.cache), or off.",
     )
     lora: LoraConfig = LoraConfig()
     adapter: FilePath | None = Field(
@@ -424,9 +446,10 @@ class TrainConfig(CommandConfig):
                 "model": str(model.absolute()) if model.exists() else self.model,
                 "data": all_absolute(self.data),
                 "eval_data": all_absolute(self.eval_data),
+                "quantized_cache": _absolute(self.quantized_cache),
                 "adapter": self.adapter and self.adapter.absolute(),
                 "output": self.output.absolute(),
-                "resume": self.resume.absolute() if isinstance(self.resume, Path) else self.resume,
+                "resume": _absolute(self.resume),
             }
         )
 
@@ -451,6 +474,11 @@ class TrainConfig(CommandConfig):
         if self.long_rows == "split" and self.overlap >= self.sequence_length:
             raise ValueError(f"overlap ({self.overlap}) must be below sequence_length ({self.sequence_length})")
         return self
+
+    @property
+    def quantized_folder(self) -> Path | None:
+        """The folder of the option quantized_cache; None: off."""
+        return quantized_folder(self.quantized_cache)
 
     @property
     def streamed_weights(self) -> str | int:
@@ -645,6 +673,9 @@ class GenerateConfig(CommandConfig):
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0: always the likeliest token.")
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sampling.")
     checkpoint: Checkpoint = None
+    quantized_cache: QuantizedCacheFolder = Field(
+        default="auto", description="As of train, for a base model; a run's own option counts for a run."
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

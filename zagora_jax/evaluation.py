@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,8 +77,10 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data and no eval_fraction; give --data")
     arrangement = arrange(settle_streaming(run_config, tuned.base, mesh, reporter.say), tuned.base.model, mesh)
-    with reporter.counting("reading and quantising tensors", tuned.base.tensor_count()) as count:
-        frozen = arrangement.load(partial(tuned.base.load, count.advance))
+    with reporter.loading(tuned.base.parameter_count()) as on_tensor:
+        frozen = arrangement.load(
+            lambda destination: tuned.base.load(on_tensor, destination=destination, say=reporter.say)
+        )
     step = compile_evaluation(forward_options(run_config, tuned.base), arrangement, frozen, batches)
     return evaluate(step, arrangement.put_adapters(tuned.adapters), batches.epoch(0))
 

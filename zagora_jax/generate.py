@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from zagora_jax.command_line import run_command
-from zagora_jax.config import GenerateConfig
+from zagora_jax.config import GenerateConfig, quantized_folder
 from zagora_jax.errors import UserError
 
 
@@ -14,7 +14,7 @@ def main(config: GenerateConfig) -> None:
 
     from zagora_jax.generation import Sampling, open_generator
 
-    generator = open_generator(config.model, step=config.checkpoint)
+    generator = open_generator(config.model, config.checkpoint, quantized_folder(config.quantized_cache))
     sampling = Sampling(config.max_new_tokens, config.temperature, config.seed)
     answers = (generator.answer if config.chat else generator.complete)(prompts, sampling)
     if config.prompts is None:

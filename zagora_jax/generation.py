@@ -42,8 +42,13 @@ class Sampling:
     seed: int = 0
 
 
-def open_generator(model: str, step: int | None = None) -> "Generator":
+def open_generator(model: str, step: int | None = None, quantized_cache: Path | None = None) -> "Generator":
     """Load a run's tuned model, of the checkpoint at `step` or the newest adapter, or a base model in NF4.
+
+    Args:
+        model: the run directory or base model.
+        step: the checkpoint's.
+        quantized_cache: the folder of quantised models for a base model; a run has its own.
 
     Raises:
         UserError: there is no such model or checkpoint, or it has no tokenizer.
@@ -55,7 +60,7 @@ def open_generator(model: str, step: int | None = None) -> "Generator":
     else:
         if step is not None:
             raise UserError(f"--checkpoint {step}: {model} is no run directory, so it has no checkpoints")
-        base = open_base(model, quantization="nf4", dtype=default_dtype(), lora=None)
+        base = open_base(model, quantization="nf4", dtype=default_dtype(), lora=None, quantized_cache=quantized_cache)
         graph, _, adapters = split(base.model)
     tokenizer = base.tokenizer()  # before the weights are read: there may be none
     return Generator(graph, base.load(), adapters, tokenizer, end_tokens(base))

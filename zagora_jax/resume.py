@@ -29,6 +29,7 @@ FREE_OPTIONS = {
     "stop_grace",
     "resume",
     "adapter",  # where training begins; its settings are compared as the lora options
+    "quantized_cache",
     "remat",
     "offload",
     "device_memory_limit",

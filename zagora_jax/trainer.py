@@ -106,6 +106,7 @@ class _Run:
             dtype=config.compute_dtype,
             lora=config.lora,
             seed=config.seed,
+            quantized_cache=config.quantized_folder,
         )
         _, self.declared_frozen, self.declared_adapters = split(self.base.model)
         self.arrangement = arrange(config, self.base.model)
@@ -226,13 +227,14 @@ class _Run:
         }
 
     def _load(self) -> Any:
-        with self.reporter.counting("reading and quantising tensors", self.base.tensor_count()) as count:
+        with self.reporter.loading(self.base.parameter_count()) as on_tensor:
+            load = partial(self.base.load, on_tensor, say=self.reporter.say)
             if self.saved is not None or self.first_adapter is not None or not self.config.lora.use_dora:
-                return self.arrangement.load(partial(self.base.load, count.advance))
+                return self.arrangement.load(lambda destination: load(destination=destination))
 
             def read(destination: Destination) -> nnx.State:
                 measured = RowLengths(destination, self.base.model)
-                frozen = self.base.load(count.advance, measured)
+                frozen = load(destination=measured)
                 self.row_lengths = measured.of_modules
                 return frozen
 

@@ -58,6 +58,7 @@ def open_tuned(path: Path, step: int | None = None) -> TunedModel:
             dtype=config.compute_dtype,
             lora=config.lora,
             seed=config.seed,
+            quantized_cache=config.quantized_folder,
         )
     except UserError as error:
         raise UserError(f"{path}: the base model that it was trained on: {error}") from error

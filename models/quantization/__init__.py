@@ -11,7 +11,7 @@ A format is one file here with a pytree class of one matrix's arrays (or of a st
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +30,32 @@ StoredWeight = jax.Array | NF4Tensor | HQQTensor | Int8Tensor | QuantizedPart
 
 @dataclass(frozen=True)
 class Format:
-    """The functions of a format, see above; `quantize` is None for one that is only read."""
+    """The functions of a format, see above; `quantize` is None for one that is only read.
+
+    `settings` are what else the numbers depend on. With them stands a revision, to be raised whenever `quantize` gives
+    other numbers than it gave before: what was quantised earlier is then not taken for the same any more.
+    """
 
     abstract: Callable[..., Any]
     axes: Callable[..., Any]
     quantize: Callable[[jax.Array], Any] | None
+    settings: Mapping[str, int]
+
+
+_OF_NF4 = {"revision": 1, "block": nf4.BLOCK}
+_DOUBLE = {"group": nf4.GROUP}
 
 
 FORMATS: dict[str, Format] = {
-    "nf4": Format(nf4.abstract, nf4.axes, nf4.quantize),
-    "hqq": Format(hqq.abstract, hqq.axes, hqq.quantize),
-    "int8": Format(int8.abstract, int8.axes, int8.quantize),
+    "nf4": Format(nf4.abstract, nf4.axes, nf4.quantize, _OF_NF4 | _DOUBLE),
+    "hqq": Format(hqq.abstract, hqq.axes, hqq.quantize, {"revision": 1, "block": hqq.BLOCK}),
+    "int8": Format(int8.abstract, int8.axes, int8.quantize, {"revision": 1, "block": int8.BLOCK}),
     "nf4-single": Format(
-        functools.partial(nf4.abstract, double=False), functools.partial(nf4.axes, double=False), None
+        functools.partial(nf4.abstract, double=False), functools.partial(nf4.axes, double=False), None, _OF_NF4
     ),
-    "fp4": Format(fp4.abstract, fp4.axes, None),
+    "fp4": Format(fp4.abstract, fp4.axes, None, _OF_NF4 | _DOUBLE),
     "fp4-single": Format(
-        functools.partial(fp4.abstract, double=False), functools.partial(fp4.axes, double=False), None
+        functools.partial(fp4.abstract, double=False), functools.partial(fp4.axes, double=False), None, _OF_NF4
     ),
 }
 _DEQUANTIZE: dict[type, Callable[..., jax.Array]] = {

@@ -160,7 +160,7 @@ def parrot(monkeypatch):
         def complete(self, prompts, sampling):
             return [f" completed {sampling.max_new_tokens} {sampling.temperature} {sampling.seed}" for _ in prompts]
 
-    monkeypatch.setattr(generation, "open_generator", lambda model, step: Parrot())
+    monkeypatch.setattr(generation, "open_generator", lambda model, step, cache: Parrot())
 
 
 def test_one_prompt_is_answered_with_the_answer_alone(parrot, capsys):

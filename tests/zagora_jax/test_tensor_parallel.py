@@ -102,7 +102,7 @@ def train(case: Case, subject: Subject, arrangement: Arrangement | None):
             optimizer, schedule, case.options, max_grad_norm=1.0, dropout_seed=0, total_steps=case.steps + 2
         )
         step = arrangement.compile_training(recipe, whole, subject.batches[0])
-        state, frozen = arrangement.put_state(whole), arrangement.load(partial(subject.base.load, lambda: None))
+        state, frozen = arrangement.put_state(whole), arrangement.load(partial(subject.base.load, lambda _: None))
     numbers = []
     for batch in subject.batches:
         state, metrics = step(state, frozen, batch)

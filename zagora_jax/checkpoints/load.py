@@ -2,10 +2,13 @@
 
 import difflib
 import logging
+import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +17,16 @@ from flax import nnx
 
 from models.llama import Llama
 from models.parameters import Frozen, Path, by_path
-from models.quantization import is_quantized, quantize
+from models.quantization import is_quantized
 from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
 from zagora_jax.checkpoints.huggingface import describe_unexpected
+from zagora_jax.checkpoints.read_ahead import read_ahead
+from zagora_jax.checkpoints.reading import DamagedCacheError, Reading, SourceReading
 from zagora_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from zagora_jax.checkpoints.cache_writer import CacheWriter
+    from zagora_jax.checkpoints.quantized_cache import QuantizedCache
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +152,7 @@ class OneDevice:
 
     def whole(self, path: Path, value: Any) -> Any:
         """Return the value."""
-        return value
+        return jax.tree.map(jnp.asarray, value)
 
 
 ONE_DEVICE = OneDevice()
@@ -153,68 +162,125 @@ def load_frozen(
     checkpoint: Checkpoint,
     model: Llama,
     quantization: str,
-    on_tensor: Callable[[], None],
+    on_tensor: Callable[[int], None],
     destination: Destination,
+    cache: "QuantizedCache | None" = None,
 ) -> nnx.State:
     """Read, quantise and stack the frozen parameters.
 
-    While one tensor is quantised on the device, the next is read: two are in host memory at a time, and one, in
-    its original dtype, on the device.
+    Threads read ahead, in pieces, while what was read before is quantised on the device. The host's memory holds a few
+    pieces at a time, and layers that wait for being written to the cache; the device a tensor in its original dtype.
 
     Args:
         checkpoint: checked by `check_tensors`.
         model: the declared model.
         quantization: the format of the linear layers' weights, a key of FORMATS, or "none".
-        on_tensor: called after every tensor.
+        on_tensor: called after every tensor with the number of its elements.
         destination: where the parameters go.
+        cache: what was quantised before comes from there, and what is quantised now goes there too.
 
     Raises:
         UserError: a tensor holds a number that is not finite.
     """
-    declared = by_path(nnx.state(model, Frozen))
-    values: dict[Path, Any] = {}
-    previous: tuple[str, jax.Array] | None = None
-    expected = expected_tensors(model)
-    for name in sorted(expected, key=lambda name: _place(checkpoint.tensors[name])):
-        path, layer = expected[name].path, expected[name].layer
-        stored = declared[path].get_value()
-        value, is_finite = _stored(checkpoint, name, quantization if is_quantized(stored) else stored.dtype)
+    loading = _Loading(checkpoint, model, quantization, on_tensor, destination, cache)
+    if cache is None:
+        return loading.run(None)
+    from zagora_jax.checkpoints.cache_writer import writing
+
+    with writing(cache) as writer:
+        return loading.run(writer)
+
+
+class _Loading:
+    """The state of one call of `load_frozen`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: Llama,
+        quantization: str,
+        on_tensor: Callable[[int], None],
+        destination: Destination,
+        cache: "QuantizedCache | None",
+    ):
+        self.checkpoint, self.quantization, self.on_tensor = checkpoint, quantization, on_tensor
+        self.destination, self.cache = destination, cache
+        self.declared = by_path(nnx.state(model, Frozen))
+        self.expected = expected_tensors(model)
+        self.values: dict[Path, Any] = {}
+        self.unsettled: tuple[Reading, Any, jax.Array | None] | None = None
+
+    def run(self, writer: "CacheWriter | None") -> nnx.State:
+        """Read everything."""
+        left = deque((self.cache and self.cache.reading(name)) or self._from_source(name) for name in self._order())
+        while left:
+            try:
+                self._read(left, writer)
+            except DamagedCacheError as damage:
+                assert self.cache is not None
+                lost = self.cache.discard(damage)
+                others = [reading for reading in left if reading.name not in lost]
+                left = deque([*(self._from_source(name) for name in self._order() if name in lost), *others])
+        return nnx.from_flat_state([(path, v.replace(self.values[path])) for path, v in self.declared.items()])
+
+    def _order(self) -> list[str]:
+        """Return the tensors' names: layer by layer as the files have them, and so within each layer."""
+        places = {name: _place(self.checkpoint.tensors[name]) for name in self.expected}
+        first: dict[int | str, tuple[str, int]] = {}
+        for name, tensor in self.expected.items():
+            group = name if tensor.layer is None else tensor.layer
+            first[group] = min(first.get(group, places[name]), places[name])
+
+        def place(name: str) -> tuple:
+            layer = self.expected[name].layer
+            return first[name if layer is None else layer], places[name]
+
+        return sorted(self.expected, key=place)
+
+    def _from_source(self, name: str) -> Reading:
+        stored = self.declared[self.expected[name].path].get_value()
+        form = self.quantization if is_quantized(stored) else stored.dtype
+        return SourceReading(self.checkpoint, name, form, hashes=self.cache is not None)
+
+    def _read(self, left: "deque[Reading]", writer: "CacheWriter | None") -> None:
+        """Read one tensor after the other, and take each that is in its place out of `left`."""
+        with read_ahead([job for reading in left for job in reading.jobs]) as results:
+            while left:
+                reading = left[0]
+                value, is_finite = reading.finish(islice(results, len(reading.jobs)))
+                self._put(reading.name, value)
+                if writer is not None and isinstance(reading, SourceReading):
+                    writer.expect(reading.name, value)
+                self._settle(writer)
+                self.unsettled = (reading, value, is_finite)
+                left.popleft()
+        self._settle(writer)
+
+    def _put(self, name: str, value: Any) -> None:
+        """Put a tensor in its place."""
+        path, layer = self.expected[name].path, self.expected[name].layer
         if layer is None:
-            values[path] = destination.whole(path, value)
-        else:
-            stack = values[path] if path in values else destination.empty(path, stored)
-            values[path] = destination.set_layer(path, stack, value, layer)
-        _require_finite(checkpoint, previous)
-        previous = (name, is_finite)
-        on_tensor()
-    _require_finite(checkpoint, previous)
-    return nnx.from_flat_state([(path, variable.replace(values[path])) for path, variable in declared.items()])
+            self.values[path] = self.destination.whole(path, value)
+            return
+        if path not in self.values:
+            self.values[path] = self.destination.empty(path, self.declared[path].get_value())
+        self.values[path] = self.destination.set_layer(path, self.values[path], value, layer)
+
+    def _settle(self, writer: "CacheWriter | None") -> None:
+        """Wait for the tensor before the present one: no more of them than that are on the way at a time."""
+        if self.unsettled is None:
+            return
+        reading, value, is_finite = self.unsettled
+        self.unsettled = None
+        if isinstance(reading, SourceReading):
+            _require_finite(self.checkpoint, reading.name, is_finite)
+            if writer is not None:
+                writer.add(reading.name, value, reading.digests)
+        self.on_tensor(math.prod(self.expected[reading.name].shape))
 
 
 def _place(tensor: TensorInfo) -> tuple[str, int]:
     return str(tensor.file), tensor.offset
-
-
-def _stored(checkpoint: Checkpoint, name: str, form: str | jnp.dtype) -> tuple[Any, jax.Array]:
-    """Read a tensor in a quantised format or a dtype; what is stored in the format is taken as it is."""
-    if isinstance(form, str) and checkpoint.format_of(name) == form:
-        packed = jax.tree.map(jnp.asarray, checkpoint.read_packed(name))
-        return packed, _all_finite([leaf for leaf in jax.tree.leaves(packed) if leaf.dtype == jnp.float32])
-    return _store(checkpoint.read(name), form)
-
-
-@jax.jit
-def _all_finite(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
-
-
-@partial(jax.jit, static_argnums=1)
-def _store(weight: jax.Array, form: str | jnp.dtype) -> tuple[Any, jax.Array]:
-    """Bring a tensor into a quantised format or a dtype; also tell whether all of it is finite."""
-    if isinstance(form, str):
-        return quantize(form, weight), jnp.isfinite(weight).all()
-    stored = weight.astype(form)
-    return stored, jnp.isfinite(stored).all()
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -223,10 +289,9 @@ def set_layer(stack: Any, value: Any, layer: int | jax.Array) -> Any:
     return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, value)
 
 
-def _require_finite(checkpoint: Checkpoint, tensor: tuple[str, jax.Array] | None) -> None:
-    """Wait for a tensor to be stored, and refuse it if it holds an infinity or NaN."""
-    if tensor is not None and not tensor[1]:
-        name = tensor[0]
+def _require_finite(checkpoint: Checkpoint, name: str, is_finite: jax.Array | None) -> None:
+    """Refuse a tensor that holds an infinity or NaN."""
+    if not is_finite:
         raise UserError(
             f"{checkpoint.tensors[name].file}: tensor {name} holds numbers that are not finite in the dtype it is kept "
             "in. The file is damaged, or was saved after a training that diverged"

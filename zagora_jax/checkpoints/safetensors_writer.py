@@ -43,7 +43,7 @@ def write_safetensors(
     file.write(struct.pack("<Q", len(encoded)))
     file.write(encoded)
     for name in ordered:
-        tensor = np.ascontiguousarray(read(name))
+        tensor = read(name)
         if (tensor.shape, tensor.dtype) != specs[name]:
             raise ValueError(f"tensor {name!r}: expected {specs[name]}, found {(tensor.shape, tensor.dtype)}")
-        file.write(tensor.reshape(-1).view(np.uint8).data)
+        file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)

@@ -1,18 +1,31 @@
 """What a person sees while a run goes on: a banner, progress bars on a terminal, plain lines elsewhere."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+
+SECONDS_BETWEEN_LINES = 10.0  # while weights are read, where there is no terminal
 
 
 class Reporter:
     """Prints a run's story to a console."""
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
+        """Print to `console`, by default the standard output's; `clock` gives seconds."""
         self.console = console or Console(highlight=False)
+        self._clock = clock
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Print what was decided, a line a fact."""
@@ -45,6 +58,23 @@ class Reporter:
             yield Count(progress, progress.add_task(what, total=total))
 
     @contextmanager
+    def loading(self, parameters: int) -> Iterator[Callable[[int], None]]:
+        """Show how far the reading of so many parameters is; yields what is called with the number just read."""
+        started = self._clock()
+        what = f"weights: {parameters / 1e9:,.2f} billion parameters" if parameters >= 1e9 else "weights"
+        if self.console.is_terminal:
+            columns = (
+                TextColumn(what), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"),
+                TimeRemainingColumn(),
+            )  # fmt: skip
+            with Progress(*columns, console=self.console, transient=True) as progress:
+                task = progress.add_task(what, total=parameters)
+                yield lambda count: progress.advance(task, count)
+        else:
+            yield LoadingLines(self, what, parameters, self._clock).advance
+        self.say(f"{what} in place after {self._clock() - started:.1f} s")
+
+    @contextmanager
     def training(self, total_steps: int, first_step: int, log_every: int) -> Iterator["TrainingProgress"]:
         """Show the optimizer steps, from `first_step` (finished already) to `total_steps`."""
         if not self.console.is_terminal:
@@ -69,6 +99,27 @@ class Count:
         """Count one more."""
         if self._progress is not None:
             self._progress.advance(self._task)  # type: ignore[arg-type]
+
+
+class LoadingLines:
+    """Says every some seconds how far the reading of weights is, in plain lines."""
+
+    def __init__(self, reporter: Reporter, what: str, parameters: int, clock: Callable[[], float]):
+        self._reporter, self._what, self._parameters, self._clock = reporter, what, parameters, clock
+        self._started = self._said = clock()
+        self._read = 0
+
+    def advance(self, count: int) -> None:
+        """Count so many parameters more."""
+        self._read += count
+        now = self._clock()
+        if now - self._said < SECONDS_BETWEEN_LINES or self._read >= self._parameters:
+            return
+        self._said, passed = now, now - self._started
+        left = passed * (self._parameters - self._read) / self._read
+        self._reporter.say(
+            f"{self._what}: {self._read / self._parameters:.0%} read in {passed:.0f} s, about {left:.0f} s left"
+        )
 
 
 class TrainingProgress:

@@ -13,6 +13,7 @@ import safetensors.numpy
 from models.parameters import by_path
 from models.quantization import dequantize
 from zagora_jax.base import open_base
+from zagora_jax.checkpoints.quantized_cache import QuantizedCache
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.errors import UserError
 
@@ -68,6 +69,7 @@ def dequantized(directory):
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_are_taken_as_they_are_stored(models, format):
     base = open_base(str(models[format]), quantization="nf4", dtype="float32", lora=None)
+    assert not QuantizedCache.pays(base.checkpoint, base.quantization, base.model)  # the files are as good
     assert base.quantization == format
     frozen = {".".join(path): variable.get_value() for path, variable in by_path(base.load()).items()}
     stored, expected = tensors_of(models[format]), dequantized(models[format])

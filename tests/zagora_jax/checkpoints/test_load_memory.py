@@ -36,7 +36,7 @@ def status(key):  # bytes
 def reset_high_water_mark():
     open("/proc/self/clear_refs", "w").write("5")
 
-def load(directory, on_tensor=lambda: None):
+def load(directory, on_tensor=lambda _: None):
     base = open_base(directory, quantization="nf4", dtype="bfloat16", lora=None)
     return jax.block_until_ready(base.load(on_tensor))
 
@@ -47,7 +47,7 @@ gc.collect()
 ctypes.CDLL(None).malloc_trim(0)
 before, worst = status("VmRSS"), 0
 
-def on_tensor():
+def on_tensor(_):
     global worst
     live = sum(array.nbytes for array in jax.live_arrays())
     worst = max(worst, status("VmHWM") - before - live)
@@ -55,7 +55,7 @@ def on_tensor():
 
 reset_high_water_mark()
 frozen = load(sys.argv[1], on_tensor)
-on_tensor()
+on_tensor(0)
 print(worst, sum(leaf.nbytes for leaf in jax.tree.leaves(frozen)))
 """
 
@@ -105,10 +105,10 @@ def test_loading_holds_a_few_tensors_at_a_time(tmp_path):
         num_hidden_layers=6,
     )
     overhead, loaded = measure(tmp_path / "model", warm=True)
-    # In tensors, of 16 bits: one, its copy for the device, the next that is read meanwhile, and scratch space of 2.5;
+    # In tensors, of 16 bits: one, its copy for the device, the four that are read meanwhile, and scratch space of 2.5;
     # the rest is the allocator's. A shard would be 11 of them, the model 22.
     assert sum(tensors) > 20 * tensors[-1]
-    assert 0 < overhead < 9 * tensors[-1]
+    assert 0 < overhead < 10 * tensors[-1]
     assert loaded < sum(tensors) / 2
 
 

@@ -1,0 +1,126 @@
+"""How one tensor comes from files into the form that it is kept in."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+
+from models.quantization import quantize
+from zagora_jax.checkpoints.checkpoint import Checkpoint
+from zagora_jax.checkpoints.read_ahead import row_pieces
+
+
+class DamagedCacheError(Exception):
+    """A file of a cache is not what was written.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path, problem: str):
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+
+
+class Reading(Protocol):
+    """How a tensor is read: jobs for threads, in whatever order they run, and what is made of their results.
+
+    Attributes:
+        name: the tensor's.
+    """
+
+    name: str
+
+    @property
+    def jobs(self) -> Sequence[Callable[[], Any]]:
+        """What reads the tensor's pieces."""
+
+    def finish(self, results: Iterator[Any]) -> tuple[Any, jax.Array | None]:
+        """Take the jobs' results in their order, and return the tensor's stored form and whether all of it is finite.
+
+        The second is None where that is known already.
+        """
+
+
+class SourceReading:
+    """A tensor of a checkpoint that is brought into a quantised format or a dtype; see `Reading`.
+
+    Attributes:
+        digests: a hash of each piece as it was read, for a cache; empty without `hashes`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, form: str | np.dtype, *, hashes: bool):
+        """Prepare to read the tensor `name` of `checkpoint` in a key of FORMATS or a dtype."""
+        self.name, self.form, self.hashes = name, form, hashes
+        self.info = checkpoint.tensors[name]
+        self.digests: list[str] = []
+        self.is_packed = isinstance(form, str) and checkpoint.format_of(name) == form
+        self.jobs: list[Callable[[], Any]] = [
+            partial(self._read_rows, checkpoint, start, stop)
+            for start, stop in row_pieces(self.info.shape, self.info.dtype.itemsize)
+        ]
+        if self.is_packed:
+            self.jobs = [partial(self._read_packed, checkpoint)]
+
+    def _read_rows(self, checkpoint: Checkpoint, start: int, stop: int) -> tuple[np.ndarray, list[str]]:
+        rows = checkpoint.read_rows(self.name, start, stop)
+        return rows, [digest(rows)] if self.hashes else []
+
+    def _read_packed(self, checkpoint: Checkpoint) -> tuple[Any, list[str]]:
+        packed = checkpoint.read_packed(self.name)
+        return packed, [digest(leaf) for leaf in jax.tree.leaves(packed)] if self.hashes else []
+
+    def finish(self, results: Iterator[Any]) -> tuple[Any, jax.Array | None]:
+        """See `Reading`."""
+
+        def pieces() -> Iterator[Any]:
+            for piece, digests in results:
+                self.digests += digests
+                yield piece
+
+        if not self.is_packed:
+            return _store(assembled(pieces(), self.info.shape, self.info.dtype), self.form)
+        (packed,) = pieces()
+        value = jax.tree.map(jnp.asarray, packed)
+        return value, _all_finite([leaf for leaf in jax.tree.leaves(value) if leaf.dtype == jnp.float32])
+
+
+def assembled(pieces: Iterator[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | jax.Array:
+    """Put pieces along the first axis together: on the device, as they come, where there are several."""
+    first = next(pieces)
+    if first.shape == shape:
+        assert next(pieces, None) is None
+        return first
+    whole, start = _put_rows(jnp.zeros(shape, jax.dtypes.canonicalize_dtype(dtype)), first, 0), len(first)
+    for piece in pieces:
+        whole, start = _put_rows(whole, piece, start), start + len(piece)
+    return whole
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put_rows(whole: jax.Array, rows: jax.Array, start: int | jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, rows, start, 0)
+
+
+def digest(array: np.ndarray) -> str:
+    """Return a checksum of an array's bytes: XXH3, 128 bits, which runs at the rate of the memory."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+@jax.jit
+def _all_finite(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
+
+
+@partial(jax.jit, static_argnums=1)
+def _store(weight: jax.Array, form: str | np.dtype) -> tuple[Any, jax.Array]:
+    """Bring a tensor into a quantised format or a dtype; also tell whether all of it is finite."""
+    if isinstance(form, str):
+        return quantize(form, weight), jnp.isfinite(weight).all()
+    stored = weight.astype(form)
+    return stored, jnp.isfinite(stored).all()
