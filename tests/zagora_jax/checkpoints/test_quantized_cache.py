@@ -304,11 +304,12 @@ def test_a_disk_slower_than_loading_never_holds_it_up(model, tmp_path, monkeypat
     fresh, _ = load(model, None)
     base = open_base(str(model), quantization="nf4", dtype="bfloat16", lora=None, quantized_cache=tmp_path)
     said = []
-    assert_same(jax.tree.leaves(base.load(say=said.append)), fresh)
+    found = base.load(say=said.append)
+    go_on.set()
+    assert_same(jax.tree.leaves(found), fresh)
     assert said[-1].endswith(
         f"{LAYERS - 1} of {LAYERS} layers of the quantised model are left to be kept at the next start"
     )
-    go_on.set()
     wait_for_writing()
     monkeypatch.undo()
     found, said = load(model, tmp_path)
