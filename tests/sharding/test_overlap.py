@@ -10,6 +10,7 @@ import pytest
 from absent_gpus import needs_plugin
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from sharding.compiler import compiler_options
 from sharding.exchange import Exchange
 from sharding.overlap import begin_deferred, exchange_deferred, exchange_in_backward
 from sharding.program import collectives
@@ -298,9 +299,9 @@ def test_on_gpus_a_deferred_exchange_runs_under_computations(form: str, hidden: 
     step = jax.jit(
         jax.shard_map(local, mesh=over, in_specs=specs, out_specs=(PartitionSpec(), OWN), check_vma=False),
         in_shardings=jax.tree.map(functools.partial(NamedSharding, over), specs),
-        compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True},
     )
-    compiled = compile_for(mesh, step, lora, errors, frozen, abstract((4 * 2048, width), jnp.float32))
+    arguments = (lora, errors, frozen, abstract((4 * 2048, width), jnp.float32))
+    compiled = compile_for(mesh, step, *arguments, options=compiler_options(mesh))
     in_loop = [c for c in collectives(compiled) if c.loop_trips != 1]
     assert {c.dtype for c in in_loop} == {"u8"}
     under = {c.kind: any("gemm" in i.name or "dot" in i.name for i in c.overlapped) for c in in_loop}
