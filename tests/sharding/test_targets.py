@@ -10,6 +10,7 @@ from absent_gpus import needs_plugin
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding import targets
+from sharding.mesh import make_mesh
 from sharding.program import memory
 from sharding.targets import GPUS, absent
 
@@ -98,12 +99,17 @@ def absent_mesh(kind: str, count: int) -> Mesh:
     return Mesh(np.array(targets.absent_devices(kind, count)), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
+def test_a_device_that_is_there_is_not_absent() -> None:
+    assert not targets.is_absent(make_mesh({}, jax.devices()[:1]))
+
+
 # One GPU of each compute capability.
 @needs_plugin
 @pytest.mark.parametrize("kind", ["a100", "rtx3090", "rtx4090", "h100", "rtx5070ti"])
 def test_a_program_compiles_for_absent_gpus(kind: str) -> None:
     mesh = absent_mesh(kind, 3)
     assert [device.device_kind for device in mesh.devices] == [GPUS[kind].name] * 3
+    assert targets.is_absent(mesh)
     rows = NamedSharding(mesh.abstract_mesh, PartitionSpec("fsdp"))
     whole = NamedSharding(mesh.abstract_mesh, PartitionSpec())
     product = jax.jit(lambda x, w: jnp.tanh(x @ w), in_shardings=(rows, whole), out_shardings=rows)

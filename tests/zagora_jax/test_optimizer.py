@@ -6,7 +6,10 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
+from sharding.mesh import AXES
+from sharding.spread import Spread
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import QuantizedMoment, adamw_8bit, make_optimizer, make_schedule
 
@@ -138,6 +141,35 @@ def test_8bit_layers_do_not_influence_each_other():
     _, other = optimizer.update(scaled, optimizer.init(params), params)
     np.testing.assert_array_equal(state[0].mu.codes[0], other[0].mu.codes[0])
     np.testing.assert_array_equal(state[0].mu.absmax[0], other[0].mu.absmax[0])
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_8bit_parts_on_devices_make_the_whole_bit_for_bit(devices):
+    """Whatever the number of devices: 50 x 83 elements a layer, flat, in equal parts of whole blocks."""
+    optimizer = adamw_8bit(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    update = jax.jit(lambda g, state, params: optimizer.update(g, state, params))
+    mesh = AbstractMesh((1, 1, devices, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    spread = Spread(mesh, jax.ShapeDtypeStruct(SHAPES["partial_block"], jnp.float32), ("layers", "out", "in"))
+    size = spread.padded // devices
+
+    def flat(stack):
+        return np.pad(stack.reshape(len(stack), -1), ((0, 0), (0, spread.padded - 50 * 83)))
+
+    def part(tree, device):  # the codes, moments and parameters of a device; each block's absmax
+        return jax.tree.map(lambda x: jnp.split(x, devices, axis=1)[device] if x.ndim else x, tree)
+
+    params = flat(parameters()["partial_block"])
+    whole = optimizer.init(params)
+    parts = [part(whole, device) for device in range(devices)]
+    assert parts[0][0].mu.codes.shape == (2, size)
+    for step in range(5):
+        gradient = flat(gradients(step)["partial_block"])
+        moved, whole = update(gradient, whole, params)
+        for device in range(devices):
+            own, parts[device] = update(part(gradient, device), parts[device], part(params, device))
+            np.testing.assert_array_equal(own, part(moved, device))
+            jax.tree.map(np.testing.assert_array_equal, parts[device], part(whole, device))
+        params = params + np.asarray(moved)
 
 
 def test_8bit_follows_float32_on_a_quadratic():
