@@ -31,13 +31,14 @@ def limit_memory(gib: float) -> None:
     fraction = gib * GIB / max(totals)
     if fraction < 1:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.6f}"
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None or limit > gib * GIB * 1.01:
-        found = "a CPU" if limit is None else f"a limit of {limit / GIB:.1f} GiB"
-        raise UserError(
-            f"--device-memory-limit {gib:g}: could not be set, found {found}. In a program, nothing may use JAX before "
-            "train() is called; elsewhere, set XLA_PYTHON_CLIENT_MEM_FRACTION"
-        )
+    for device in jax.devices():
+        limit = memory_limit(device)
+        if limit is None or limit > gib * GIB * 1.01:
+            found = "a CPU" if limit is None else f"a limit of {limit / GIB:.1f} GiB"
+            raise UserError(
+                f"--device-memory-limit {gib:g}: could not be set, found {found}. In a program, nothing may use JAX "
+                "before train() is called; elsewhere, set XLA_PYTHON_CLIENT_MEM_FRACTION"
+            )
 
 
 TAKES_LESS = (

@@ -1,13 +1,19 @@
 """The mesh that options ask for, and the cap on memory."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import jax
+import pynvml
 import pytest
 
 from zagora_jax import devices
 from zagora_jax.config import MeshConfig, TrainConfig
 from zagora_jax.devices import choose_mesh, limit_memory
 from zagora_jax.errors import UserError
+from zagora_jax.reporting.sensors import GIB
 
 
 def cards(count):
@@ -50,6 +56,62 @@ def test_more_devices_than_there_are(shapes):
 def test_devices_that_cannot_be_shared_out(shapes):
     with pytest.raises(UserError, match=r"--mesh.data 3: 4 devices cannot be shared out evenly over fsdp"):
         shapes(data=3)
+
+
+class Driver:
+    """In place of NVIDIA's: cards of so many GiB."""
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, *gib):
+        self.totals = [size * GIB for size in gib]
+        self.nvmlInit = lambda: None
+        self.nvmlDeviceGetCount = lambda: len(self.totals)
+        self.nvmlDeviceGetHandleByIndex = self.totals.__getitem__
+        self.nvmlDeviceGetMemoryInfo = lambda total: SimpleNamespace(total=total)
+
+    def devices(self):
+        """As XLA shows them, whose allocator takes what the environment says."""
+        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+        return [
+            SimpleNamespace(memory_stats=lambda total=total: {"bytes_limit": fraction * total}) for total in self.totals
+        ]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def install(*gib):
+        driver = Driver(*gib)
+        monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+        monkeypatch.setattr(devices, "pynvml", driver)
+        monkeypatch.setattr(jax, "devices", driver.devices)
+        return driver
+
+    return install
+
+
+def test_a_memory_limit_caps_every_device(machine):
+    driver = machine(24, 24, 16)
+    limit_memory(12)
+    assert [device.memory_stats()["bytes_limit"] / GIB for device in driver.devices()] == [12, 12, 8]
+
+
+def test_a_memory_limit_that_comes_too_late_for_a_device_is_refused(machine, monkeypatch):
+    driver = machine(24, 24)
+    late = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 18 * GIB})
+    monkeypatch.setattr(jax, "devices", lambda: [driver.devices()[0], late])
+    with pytest.raises(UserError, match=r"--device-memory-limit 12: could not be set, found a limit of 18.0 GiB"):
+        limit_memory(12)
+
+
+@pytest.mark.gpu
+def test_a_memory_limit_on_gpus():
+    program = (
+        "import jax; from zagora_jax.devices import limit_memory; limit_memory(2.0); "
+        "print(max(device.memory_stats()['bytes_limit'] for device in jax.devices()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 1.9 * GIB < int(done.stdout) <= 2.02 * GIB
 
 
 def test_a_memory_limit_without_a_gpu_is_refused():
