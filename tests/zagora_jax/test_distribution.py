@@ -29,6 +29,7 @@ from zagora_jax.step import ForwardOptions, make_train_step
 from zagora_jax.train_state import TrainState, initial_state
 
 STEPS = 4
+MAX_GRAD_NORM = 0.1  # the norm that gradients are clipped to, which those of every step exceed
 OPTIONS = ForwardOptions(kernel="chunked", remat="full", segmented=True)
 # Both sides compute in float32, and differ in the order of sums over rows and devices alone.
 TOLERANCE = 2e-4
@@ -119,12 +120,13 @@ def recorded(state):
 
 def alone(subject, optimizer, record=False):
     made, schedule, state = parts(subject, optimizer, record)
-    step = jax.jit(make_train_step(subject.graph, made, schedule, OPTIONS, max_grad_norm=1.0, dropout_seed=0))
+    step = jax.jit(make_train_step(subject.graph, made, schedule, OPTIONS, max_grad_norm=MAX_GRAD_NORM, dropout_seed=0))
     numbers, gradients = [], []
     for batch in subject.batches:
         state, metrics = step(state, subject.frozen, batch)
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         gradients += [recorded(state)] if record else []
+    assert min(norm for _, norm in numbers) > MAX_GRAD_NORM
     return Trained(np.array(numbers), state, gradients)
 
 
@@ -134,7 +136,7 @@ def spread(subject, optimizer, sizes, compression="none", exchange="synchronous"
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     distribution = Distribution(make_mesh(sizes, devices), subject.base.model, compression, exchange)
     whole = distribution.begin(whole)
-    recipe = Recipe(made, schedule, OPTIONS, 1.0, dropout_seed=0, total_steps=len(subject.batches) + 2)
+    recipe = Recipe(made, schedule, OPTIONS, MAX_GRAD_NORM, dropout_seed=0, total_steps=len(subject.batches) + 2)
     step = distribution.compile_training(recipe, whole, subject.batches[0])
     state, frozen = distribution.put_state(whole), distribution.put_frozen(subject.frozen)
     numbers, gradients = [], []
@@ -294,7 +296,9 @@ def test_overlapped_gradients_are_the_synchronous_ones(subject, synchronous_of, 
 def delayed_alone(subject):
     """Losses and adapters where each step applies the gradients of the one before, by hand."""
     made, schedule, state = parts(subject, "adamw")
-    step = jax.jit(make_train_step(subject.graph, RECORDER, schedule, OPTIONS, max_grad_norm=1.0, dropout_seed=0))
+    step = jax.jit(
+        make_train_step(subject.graph, RECORDER, schedule, OPTIONS, max_grad_norm=MAX_GRAD_NORM, dropout_seed=0)
+    )
     adapters, moments, clipped, losses = nnx.to_pure_dict(state.adapters), state.optimizer, None, []
 
     def apply(adapters, moments):
