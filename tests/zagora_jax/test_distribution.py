@@ -156,25 +156,6 @@ def furthest(state, other):
     )
 
 
-def test_loading_gives_each_device_its_share_alone(folder):
-    """Of what no device has to quantise."""
-    base = open_base(str(folder), quantization="none", dtype="float32", lora=None)
-    mesh = make_mesh({"fsdp": 4}, jax.devices()[:4])
-    earlier = jax.live_arrays()
-    most = 0
-
-    def compare():
-        nonlocal most
-        new = [array for array in jax.live_arrays() if not any(array is one for one in earlier)]
-        shards = [shard for array in new for shard in array.addressable_shards]
-        held = {device: sum(s.data.nbytes for s in shards if s.device == device) for device in mesh.devices.flat}
-        assert len(set(held.values())) == 1, held
-        most = max(most, *held.values())
-
-    base.load(compare, Distribution(mesh, base.model))
-    assert most > 0
-
-
 MESHES = [
     ("adamw_8bit", {"fsdp": 4}),
     ("adamw", {"data": 2, "fsdp": 4}),
