@@ -62,6 +62,7 @@ def tiny_config(model: Path, output: Path, rows: Path, **options: Any) -> TrainC
         "remat": "none",
         "attention": "reference",
         "learning_rate": 1e-2,
+        "quantized_cache": "off",  # whose files would be written at any moment
     }
     return TrainConfig(model=str(model), data=[rows], output=output, **(small | options))
 

@@ -57,18 +57,18 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values, where they are listed."""
+        """The values that are listed; the only ones, where no other type is allowed."""
         return tuple(_literals(self.field.annotation))
 
     @property
     def values(self) -> str:
         """The form of a value, as the help shows it: `nf4|none`, `N`, `PATH[,PATH]`."""
-        if self.choices:
-            return "|".join(self.choices)
-        word = next(word for kind, word in _WORDS.items() if kind in self.types)
-        if bool in self.types:
+        types = self.types - {str} if self.choices else self.types
+        word = next((word for kind, word in _WORDS.items() if kind in types), "")
+        if bool in types:
             return f"[true|false|{word}]" if word else "[true|false]"
-        return f"{word}[,{word}]" if list in self.types else word
+        form = f"{word}[,{word}]" if list in types else word
+        return "|".join((*self.choices, *([form] if form else [])))
 
     @property
     def default(self) -> str:

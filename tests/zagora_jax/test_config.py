@@ -38,6 +38,32 @@ def test_the_run_directory_is_named_after_the_model(model, output):
     assert train_config(model=model).output == Path("runs") / output
 
 
+@pytest.mark.parametrize(
+    ("option", "caches", "folder"),
+    [
+        ("auto", "/caches", "/caches/zagora-jax/quantized"),
+        ("auto", "relative", "~/.cache/zagora-jax/quantized"),  # which the specification says to ignore
+        ("auto", "", "~/.cache/zagora-jax/quantized"),
+        ("off", "/caches", None),
+        ("~/models", "/caches", "~/models"),
+    ],
+)
+def test_quantised_models_are_kept_where_the_option_says(monkeypatch, option, caches, folder):
+    monkeypatch.setenv("XDG_CACHE_HOME", caches)
+    assert train_config(quantized_cache=option).quantized_folder == (folder and Path(folder).expanduser())
+
+
+def test_options_of_listed_values_and_others_show_both():
+    options = options_of(TrainConfig)
+    forms = {name: options[name].values for name in ("quantized_cache", "offload.weights", "stage_layers", "remat")}
+    assert forms == {
+        "quantized_cache": "auto|off|PATH",
+        "offload.weights": "none|all|auto|N",
+        "stage_layers": "auto|N[,N]",
+        "remat": "full|attention|nested|none",
+    }
+
+
 def test_home_and_single_paths():
     config = train_config(data="~/rows.jsonl", eval_data=Path("held_out.jsonl"))
     assert config.data == [str(Path.home() / "rows.jsonl")]

@@ -109,7 +109,8 @@ def _put_rows(whole: jax.Array, rows: jax.Array, start: int | jax.Array) -> jax.
 
 def digest(array: np.ndarray) -> str:
     """Return a checksum of an array's bytes: XXH3, 128 bits, which runs at the rate of the memory."""
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    # Not the function of one call, which would hold up all other threads meanwhile.
+    return xxhash.xxh3_128(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 @jax.jit
