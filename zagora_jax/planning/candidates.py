@@ -139,8 +139,10 @@ def _nothing_left(config: ConfigureConfig, count: int, shapes: ModelConfig) -> s
     devices = f"{count} device{'s' if count > 1 else ''}"
     of_count = [strategy.name for strategy in STRATEGIES if list(strategy.layouts(count, shapes))]
     if config.strategy is not None and config.strategy not in of_count:
-        heads = f" and {shapes.num_kv_heads} key/value heads" if "tensor" in config.strategy else ""
-        return f"--strategy {config.strategy}: does not go with {devices}{heads}; what does: {', '.join(of_count)}"
+        model = f" and {shapes.num_kv_heads} key/value heads" if "tensor" in config.strategy else ""
+        if config.strategy == "layerwise":
+            model = f" and {shapes.num_layers} layers"
+        return f"--strategy {config.strategy}: does not go with {devices}{model}; what does: {', '.join(of_count)}"
     names = (("strategy", config.strategy), ("remat", config.remat), ("offload.weights", config.offload.weights),
              ("offload.activations", config.offload.activations))  # fmt: skip
     given = " ".join(f"--{name} {str(value).lower()}" for name, value in names if value not in (None, "auto"))

@@ -36,7 +36,11 @@ def check_plot(path: Path) -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the plan into a file."""
+    """Draw the plan into a file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -61,5 +65,8 @@ def draw(plan: Plan, path: Path) -> None:
     speed = "" if plan.tokens_per_second is None else f", about {plan.tokens_per_second:,.0f} tokens/s"
     axes.set_title(f"{plan.model.name}: {plan.choice.chosen.candidate}{speed}", fontsize=9)
     axes.legend(ncols=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.35 / (0.6 + 0.25 * count)))
-    with atomic_file(path) as file:
-        figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
+    try:
+        with atomic_file(path) as file:
+            figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
+    except OSError as error:
+        raise UserError(f"--plot {path}: could not be written: {error.strerror or error}") from error

@@ -19,6 +19,8 @@ def check_train_file(config: ConfigureConfig, path: Path) -> None:
     Raises:
         UserError: another file stands there, there is no such folder, or there are no rows to train on.
     """
+    if path.is_dir():
+        raise UserError(f"--output {path}: is a folder; name a file in it, such as {path / 'zagora.yaml'}")
     if path.exists() and not _is_ours(path):
         raise UserError(f"--output {path}: stands there and was not written by configure; name another, or remove it")
     if not path.parent.is_dir():
@@ -31,8 +33,14 @@ def write_train_file(plan: Plan, path: Path) -> None:
     """Write what `python -m zagora_jax.train PATH` runs as it is, with the plan in a comment.
 
     Of a size without weights it is a trial on random ones, which measures memory and speed.
+
+    Raises:
+        UserError: the file cannot be written.
     """
-    save_config(train_options(plan), path, comment=_comment(plan, path), defaults=False)
+    try:
+        save_config(train_options(plan), path, comment=_comment(plan, path), defaults=False)
+    except OSError as error:
+        raise UserError(f"--output {path}: could not be written: {error.strerror or error}") from error
 
 
 def train_options(plan: Plan) -> TrainConfig:

@@ -99,3 +99,19 @@ def test_a_card_that_jax_takes_three_quarters_of_is_opened_first(base, planned, 
     monkeypatch.setattr(check, "budget_here", lambda count: gpu_budget(round(23.64 * GIB), 2))
     with pytest.raises(UserError, match=r"It would fit with --device-memory-limit 22.1\."):
         require(18 * GIB, base, limit=17.7 * GIB, platform="gpu")
+
+
+def test_layers_that_wait_in_host_memory_are_offered_where_they_can():
+    def offered(**options):
+        changes = list(check._changes(CONFIG.model_copy(update=options)))
+        assert len(changes) > 3
+        return [change for change in changes if "offload.weights" in change]
+
+    assert {"offload.weights": "auto", "remat": "full"} in offered()
+    assert {"offload.weights": "auto"} in offered(remat="full")
+    some = CONFIG.offload.model_copy(update={"weights": 2})
+    assert {"offload.weights": "all"} in offered(remat="full", offload=some)
+    assert not offered(remat="full", strategy="streaming")  # all of them in the compiled step already
+    assert not offered(strategy="layerwise")
+    assert not offered(mesh=CONFIG.mesh.model_copy(update={"tensor": 2}))
+    assert not offered(gradient_exchange="overlapped")

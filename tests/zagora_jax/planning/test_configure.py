@@ -166,6 +166,7 @@ def test_files_of_others_are_not_replaced(capsys, monkeypatch, tmp_path):
         (["--model-size", "8B", "--data", "x.jsonl", *FOUR_CARDS], "--data: counting tokens needs the tokenizer"),
         (["--model-size", "8B", "--plot", "x.txt", *FOUR_CARDS], "--plot x.txt: expected a name that ends with .png"),
         (["--model-size", "8B", "--output", "no/x.yaml", *FOUR_CARDS], "the folder no does not exist"),
+        (["--model-size", "8B", "--output", ".", *FOUR_CARDS], "--output .: is a folder; name a file in it"),
         (["--model-size", "8B", "--sequence-lenght", "4"], "the nearest is --sequence-length"),
     ],
 )

@@ -157,6 +157,7 @@ def find_model_shapes(size):
         ),
         ({"remat": "nested", "offload": {"activations": True}}, "--remat nested --offload.activations true: do not go"),
         ({"offload": {"weights": 99}}, "--offload.weights 99: the model has 16 layers"),
+        ({"strategy": "layerwise", "gpu_count": 64}, "--strategy layerwise: does not go with 64 devices and 16 layers"),
         ({"strategy": "tensor", "gpu_count": 16}, "--strategy tensor: does not go with 16 devices and 8 key/value"),
         (
             {"strategy": "fdsp", "gpu_count": 2},
