@@ -31,7 +31,7 @@ RESIDUALS = 2  # those of compressed exchanges, old and new
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
 # Of streamed layers: the one that is computed and the one that arrives; and hidden states of all micro-batches.
 STREAMED_LAYERS, STREAMED_HIDDENS = 2, 2
-AHEAD_INTERMEDIATES, AHEAD_HIDDENS = 3, 1.4  # of each of a turn's layers but two
+AHEAD_INTERMEDIATES, AHEAD_HIDDENS = 4, 4  # of each resident layer in a turn of the loop
 TURNING_HIDDENS, TURNING_LOGITS = 6.9, 3.0  # the same where the loss is computed, and the logits of a piece of it
 
 
@@ -92,13 +92,13 @@ def _of_stage(
 def _computed_ahead(
     memory: DeviceMemory, config: TrainConfig, model: ModelConfig, stream: StreamOrder, device: int | None
 ) -> DeviceMemory:
-    """Add what the layers of a streaming loop's turn have at a time, where XLA computes them again ahead of their turn.
+    """Add what the resident layers of a streaming loop's turn hold, which XLA computes again ahead of their turn.
 
     It does so as far as there is room.
     """
     elements = AHEAD_INTERMEDIATES * model.intermediate_size + AHEAD_HIDDENS * model.hidden_size
     of_layer = _width(config) * config.micro_batch_size * config.sequence_length * elements
-    ahead = of_layer * max(0, len(stream.kinds) - 2)
+    ahead = of_layer * stream.resident
     room = ahead if device is None else max(0.0, TIGHT * device - memory.peak)
     return replace(memory, workspace=memory.workspace + round(min(ahead, room)))
 
