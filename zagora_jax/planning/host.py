@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zagora_jax.config import TrainConfig
+from zagora_jax.host_memory import RESERVE
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.shapes import Shapes, mesh_shape
 
-# A Python process that has compiled a 70B step and read no weight yet: 1.5 GiB with jax 0.10.2, rounded up.
-PROCESS = 2 * 2**30
 # Weights are read a tensor at a time: as stored, as float32, and what is made of it.
 TENSOR_COPIES = 3
 
@@ -41,7 +40,7 @@ class HostNeeds:
     @property
     def memory(self) -> int:
         """At most, at one time: loading comes before the rest."""
-        return PROCESS + max(self.loading, self.pinned + self.saving)
+        return RESERVE + max(self.loading, self.pinned + self.saving)
 
     @property
     def shortages(self) -> list[str]:

@@ -1,6 +1,5 @@
 """The whole answer of `configure`: model, machine, choice, time, host; and what of it is JSON."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from zagora_jax.planning.model import PlannedModel, find_model
 from zagora_jax.planning.search import Bound, Choice, choose
 
 GIB = 2**30
-DEFAULT_PINNED = 64 * 10**9  # bytes of the host that XLA pins at most, unless its environment variable says otherwise
 
 
 @dataclass(frozen=True)
@@ -119,9 +117,6 @@ def make_plan(config: ConfigureConfig, say: Say) -> Plan:
 def _pinned_notes(host: HostNeeds) -> Iterator[str]:
     if host.pinned and host.memory_there is None:
         yield f"--host-memory was not given: the host is taken to have the {host.memory / GIB:.0f} GiB that this needs"
-    if host.pinned > DEFAULT_PINNED:
-        needed = math.ceil(host.pinned / 1e9)
-        yield f"set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} or more: XLA pins {DEFAULT_PINNED // 10**9} GB by itself"
 
 
 def _count_rows(config: ConfigureConfig, model: PlannedModel) -> Rows:

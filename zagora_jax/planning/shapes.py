@@ -59,7 +59,8 @@ class Shapes:
         """Return what the step's arguments take of each device, the batch left out: for each stage, if in stages."""
         exchange = (config.gradient_compression, config.gradient_exchange)
         axes, stream = tuple(mesh_shape(config).items()), self.stream(config)
-        return self._arguments(config.optimizer, config.compute_dtype, exchange, axes, stream, self.layers(config))
+        optimizer = (config.optimizer, config.offload.optimizer)
+        return self._arguments(optimizer, config.compute_dtype, exchange, axes, stream, self.layers(config))
 
     def waiting(self, config: TrainConfig) -> int:
         """Return the bytes of a device's part of one layer that waits in host memory; 0 where none does."""
@@ -73,8 +74,8 @@ class Shapes:
         return tuple(layers_of_stages(config, self.base.model, _abstract(mesh_shape(config))))
 
     def stream(self, config: TrainConfig) -> StreamOrder | None:
-        """Return which layers wait in host memory; None: none do."""
-        return stream_of(config, self.base.model)
+        """Return which layers wait in host memory; None: none do. What stages stream is not planned."""
+        return None if config.strategy == "layerwise" else stream_of(config, self.base.model)
 
     @functools.cached_property
     def layer_weight_bytes(self) -> int:
@@ -100,21 +101,23 @@ class Shapes:
 
     def _arguments_of(
         self,
-        optimizer: str,
+        optimizer: tuple[str, bool],
         dtype: str,
         exchange: tuple[str, str],
         axes: Axes,
         stream: StreamOrder | None,
         layers: tuple[int, ...],
     ) -> tuple[Arguments, ...]:
-        model, whole = self.base.model, self._state(optimizer, dtype)
+        name, on_host = optimizer
+        model, whole = self.base.model, self._state(name, dtype)
         if len(layers) == 1:
-            return (_held(Distribution(_abstract(dict(axes)), model, *exchange, stream), whole),)  # type: ignore[arg-type]
+            mesh = _abstract(dict(axes))
+            return (_held(Distribution(mesh, model, *exchange, stream, moments_on_host=on_host), whole),)  # type: ignore[arg-type]
         mesh = _abstract({**dict(axes), "stage": 1})
         found, first = [], 0
         for index, count in enumerate(layers):
             part = model.part(count, Ends(first=index == 0, last=index == len(layers) - 1))
-            stage = Stage(first, Distribution(mesh, part, exchange[0]))  # type: ignore[arg-type]
+            stage = Stage(first, Distribution(mesh, part, exchange[0], moments_on_host=on_host))  # type: ignore[arg-type]
             found.append(_held(stage.distribution, stage.part_of(whole)))
             first += count
         return tuple(found)
