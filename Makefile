@@ -23,7 +23,7 @@ demo: $(VENV)/demo.stamp
 	@JAX_PLATFORMS=cpu $(BIN)/python examples/demo.py
 
 test: $(VENV)/test.stamp
-	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/test.stamp
 	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m slow

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_LONGEST = ("resume", "distribution", "trainer", "tensor_parallel", "real_tune", "pipeline", "contracts", "streaming")
+LONGEST = [f"test_{name}.py" for name in _LONGEST]
 MOST_MEMORY = 3 * 2**30  # bytes of a process of tests, before it forgets compiled programs
 
 _CACHES = tempfile.TemporaryDirectory(prefix="caches-")
@@ -35,6 +37,12 @@ def _settle_environment() -> None:
 
 
 _settle_environment()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the files, begin with those that take longest, so that all end together."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.hookimpl(tryfirst=True)
