@@ -53,10 +53,11 @@ def _of_stage(
     config: TrainConfig, shapes: Shapes, kernel: str, device: int | None, index: int, layers: int
 ) -> DeviceMemory:
     model, mesh = shapes.base.model.config, mesh_shape(config)
-    arguments, stream, waiting = shapes.arguments(config)[index], shapes.stream(config), shapes.waiting(config)
+    arguments, stream = shapes.arguments(config)[index], shapes.streams(config)[index]
+    waiting = 0 if stream is None else shapes.waiting(config)
     tokens, width = config.micro_batch_size * config.sequence_length, _width(config)
-    # All micro-batches of a step pass through a streamed layer together.
-    together = 1 if stream is None else config.gradient_accumulation_steps
+    # All micro-batches of a step pass through a streamed layer together, but in stages.
+    together = 1 if stream is None or mesh["stage"] > 1 else config.gradient_accumulation_steps
     hiddens = width * tokens * together * model.hidden_size
     kept = width * tokens * together * _kept_elements(config, model, layers)
     kept += width * tokens * model.hidden_size * activations_held(config, index)

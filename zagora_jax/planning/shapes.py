@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from models.llama import Ends, linear_modules
 from models.parameters import split
-from models.stream import StreamOrder
+from models.stream import StreamOrder, stream_order
 from sharding.mesh import AXES
 from zagora_jax.arrange import layers_of_stages
 from zagora_jax.base import BaseModel
@@ -20,7 +20,7 @@ from zagora_jax.config import TrainConfig
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer
 from zagora_jax.stage import Stage
-from zagora_jax.streaming import stream_of
+from zagora_jax.streaming import stream_of, streamed_of_stages
 from zagora_jax.train_state import TrainState, initial_state
 
 Axes = tuple[tuple[str, int], ...]
@@ -58,13 +58,13 @@ class Shapes:
     def arguments(self, config: TrainConfig) -> tuple[Arguments, ...]:
         """Return what the step's arguments take of each device, the batch left out: for each stage, if in stages."""
         exchange = (config.gradient_compression, config.gradient_exchange)
-        axes, stream = tuple(mesh_shape(config).items()), self.stream(config)
+        axes, streams = tuple(mesh_shape(config).items()), self.streams(config)
         optimizer = (config.optimizer, config.offload.optimizer)
-        return self._arguments(optimizer, config.compute_dtype, exchange, axes, stream, self.layers(config))
+        return self._arguments(optimizer, config.compute_dtype, exchange, axes, streams, self.layers(config))
 
     def waiting(self, config: TrainConfig) -> int:
         """Return the bytes of a device's part of one layer that waits in host memory; 0 where none does."""
-        stream = self.stream(config)
+        stream = stream_of(config, self.base.model)
         return 0 if stream is None else self._waiting(tuple(mesh_shape(config).items()), stream)
 
     def layers(self, config: TrainConfig) -> tuple[int, ...]:
@@ -73,9 +73,13 @@ class Shapes:
             return (self.base.model.config.num_layers,)
         return tuple(layers_of_stages(config, self.base.model, _abstract(mesh_shape(config))))
 
-    def stream(self, config: TrainConfig) -> StreamOrder | None:
-        """Return which layers wait in host memory; None: none do. What stages stream is not planned."""
-        return None if config.strategy == "layerwise" else stream_of(config, self.base.model)
+    def streams(self, config: TrainConfig) -> tuple[StreamOrder | None, ...]:
+        """Return which layers of each stage wait in host memory, None: none do. Not in stages, there is one."""
+        if config.strategy != "layerwise":
+            return (stream_of(config, self.base.model),)
+        layers = self.layers(config)
+        streamed = streamed_of_stages(config.streamed_weights, layers)
+        return tuple(stream_order(*pair) if pair[1] else None for pair in zip(layers, streamed, strict=True))
 
     @functools.cached_property
     def layer_weight_bytes(self) -> int:
@@ -105,19 +109,20 @@ class Shapes:
         dtype: str,
         exchange: tuple[str, str],
         axes: Axes,
-        stream: StreamOrder | None,
+        streams: tuple[StreamOrder | None, ...],
         layers: tuple[int, ...],
     ) -> tuple[Arguments, ...]:
         name, on_host = optimizer
         model, whole = self.base.model, self._state(name, dtype)
         if len(layers) == 1:
             mesh = _abstract(dict(axes))
-            return (_held(Distribution(mesh, model, *exchange, stream, moments_on_host=on_host), whole),)  # type: ignore[arg-type]
+            return (_held(Distribution(mesh, model, *exchange, streams[0], moments_on_host=on_host), whole),)  # type: ignore[arg-type]
         mesh = _abstract({**dict(axes), "stage": 1})
         found, first = [], 0
         for index, count in enumerate(layers):
             part = model.part(count, Ends(first=index == 0, last=index == len(layers) - 1))
-            stage = Stage(first, Distribution(mesh, part, exchange[0], moments_on_host=on_host))  # type: ignore[arg-type]
+            distribution = Distribution(mesh, part, exchange[0], "synchronous", streams[index], on_host)  # type: ignore[arg-type]
+            stage = Stage(first, distribution)
             found.append(_held(stage.distribution, stage.part_of(whole)))
             first += count
         return tuple(found)
