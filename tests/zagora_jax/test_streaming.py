@@ -105,3 +105,24 @@ def test_a_layers_gradients_are_exchanged_once_for_all_micro_batches(model_folde
     # Both round gradients to a part in 254 of a block's largest, the resident step once more a micro-batch.
     np.testing.assert_allclose(streamed[:, 0], resident[:, 0], rtol=5e-3)
     assert np.any(state.residuals.scattered)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["int8", "int4"])
+def test_streaming_replicas_compress_as_resident_ones_do(model_folder, compression):
+    """Each streams all layers by itself; what is exchanged, once a step, are the same bits."""
+    resident, _ = train(model_folder, {"data": 2}, 0, compression=compression)
+    streamed, state = train(model_folder, {"data": 2}, 5, compression=compression, offload=True)
+    np.testing.assert_array_equal(streamed, resident)
+    assert any(np.asarray(residual, np.float32).any() for residual in jax.tree.leaves(state.residuals))
+
+
+@pytest.mark.slow
+def test_groups_that_share_streamed_layers_compress_their_gradients(model_folder):
+    """Over fsdp within each layer's backward pass, over data behind it."""
+    expected, _ = train(model_folder, {"fsdp": 1}, 0)
+    found, state = train(model_folder, {"data": 2, "fsdp": 2}, 4, compression="int8", offload=True)
+    # Gradients are rounded to a part in 254 of a block's largest: see test_distribution.
+    np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=5e-3)
+    for residuals in state.residuals:
+        assert any(np.asarray(residual, np.float32).any() for residual in jax.tree.leaves(residuals))
