@@ -23,7 +23,8 @@ def host(monkeypatch, tmp_path):
     own.write_text("0::/box/run\n")
     monkeypatch.setattr(host_memory, "_CGROUPS", groups)
     monkeypatch.setattr(host_memory, "_OWN_CGROUPS", own)
-    monkeypatch.delenv(LIMIT, raising=False)
+    monkeypatch.setenv(LIMIT, "0")  # so that what the environment had comes back
+    monkeypatch.delenv(LIMIT)
     return groups
 
 

@@ -18,7 +18,7 @@ from zagora_jax.planning import compile_planned
 
 pytestmark = needs_plugin
 
-TOKENS, MICRO_BATCHES, REPLICAS = 256, 3, 2
+TOKENS, MICRO_BATCHES, REPLICAS, RANK = 256, 3, 2, 16
 SIZES = KNOWN_MODELS["tinyllama-1.1b"]
 
 
@@ -34,6 +34,7 @@ def step() -> PipelineStep:
     options = {
         "model": "synthetic:tinyllama-1.1b?layers=3",
         "lora.targets": "[q_proj, down_proj]",
+        "lora.rank": RANK,
         "sequence-length": TOKENS,
         "gradient-accumulation-steps": MICRO_BATCHES,
         "attention": "chunked",
@@ -41,6 +42,7 @@ def step() -> PipelineStep:
         "mesh.data": REPLICAS,
         "stage-layers": "[1, 2]",
         "gradient-compression": "int8",
+        "offload.optimizer": "true",
     }
     return compiled(4, **options)
 
@@ -80,6 +82,15 @@ def test_a_stage_holds_no_padding(step: PipelineStep) -> None:
         codes = [b for b in buffers(programs.backward) if b.opcode == "parameter" and b.dtype == "u8"]
         largest = SIZES["hidden_size"] * SIZES["intermediate_size"] // 2
         assert max(b.bytes for b in codes) == layers * largest
+
+
+def test_moments_stay_in_host_memory_where_they_are(step: PipelineStep) -> None:
+    for programs, layers in zip(step.programs, (1, 2), strict=True):
+        plan = memory(programs.update)
+        elements = RANK * layers * (3 * SIZES["hidden_size"] + SIZES["intermediate_size"])
+        assert plan.host_arguments == plan.host_aliased == 2 * 4 * elements  # two moments, float32
+        assert plan.host_temporaries == 0
+        assert programs.planned_host_memory(inputs=1) == plan.host_arguments
 
 
 # Compiled whole, so minutes a case.

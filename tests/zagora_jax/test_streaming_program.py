@@ -20,6 +20,8 @@ pytestmark = needs_plugin
 
 LAYERS = 24
 LAYER_CODES = (2 * 2048 * 2048 + 2 * 256 * 2048 + 3 * 5632 * 2048) // 2  # bytes, of TinyLlama
+# Float32, two of each of q_proj's and down_proj's matrices, of rank 16.
+MOMENTS = 2 * 4 * 16 * LAYERS * (2 * 2048 + 5632 + 2048)
 # With attention's tables and norms, a layer is some 100 instructions; all that computes stands between the two ends.
 COMPUTING = re.compile(r" (fusion|custom-call|while)\(")
 
@@ -51,19 +53,21 @@ def compiled(*options: str) -> jax.stages.Compiled:
     return compile_planned_step(config, choose_mesh(config, absent_devices("rtx4090", 4)))
 
 
-def test_layers_are_copied_by_dma(tmp_path, monkeypatch):
+def test_layers_and_moments_are_copied_by_dma(tmp_path, monkeypatch):
     # A kernel that reads host memory would fill the device, so that no computation could run beside it.
     def dumping(*arguments, **keywords):
         return compiler_options(*arguments, **keywords) | {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
 
     monkeypatch.setattr(distribution, "compiler_options", dumping)
-    compiled("--offload.weights", "12")
+    program = compiled("--offload.weights", "12", "--offload.optimizer", "true")
     (listing,) = tmp_path.glob("*thunk_sequence.txt")
     under = re.findall(r"kAsyncStart.*\n\s*\d+: (\w+)", listing.read_text())
-    # Layers' inputs go and come back, four a turn of the loop; one streamed layer comes, forwards and backwards. What
-    # is brought ahead of the loop is read by a kernel, once a step.
-    assert under.count("kDynamicSliceFusion") >= 2 * 4 + 2
+    # Layers' inputs go and come back, four a turn of the loop; one streamed layer comes, forwards and backwards; two
+    # moments of four matrices come and go, a layer a turn. What is brought ahead of the loop is read by a kernel, once.
+    assert under.count("kDynamicSliceFusion") >= 2 * 4 + 2 + 2 * 2 * 4
     assert under.count("kCustomKernel") == 1
+    # The moments are changed in place: host memory holds them once.
+    assert memory(program).host_aliased == MOMENTS
 
 
 def test_a_streamed_layer_is_copied_under_the_computation_of_the_one_before():
