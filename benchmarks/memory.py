@@ -6,7 +6,7 @@
 needs `pip install 'zagora-jax[plan]'`. Options of `python -m zagora_jax.train` are given as there; a step is one
 micro-batch unless --gradient-accumulation-steps says otherwise. Memory is arguments and temporaries, of which 1 GiB is
 2**30 bytes; the CUDA context, NCCL's buffers and the allocator's fragments come on top. Traffic is what a device sends
-in a ring, in GB of 1e9 bytes.
+in a ring, in GB of 1e9 bytes. With --strategy layerwise, what each stage's programs need together.
 """
 
 import argparse
@@ -23,8 +23,10 @@ from sharding.targets import absent_devices
 from zagora_jax.command_line import parse
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh
+from zagora_jax.distribution import SpreadStep
 from zagora_jax.errors import UserError
-from zagora_jax.planning import compile_planned_step
+from zagora_jax.pipeline_step import PipelineStep
+from zagora_jax.planning import compile_planned
 
 GIB = 2**30
 
@@ -40,15 +42,19 @@ def main() -> None:
     count = math.prod(getattr(config.mesh, axis, None) or 1 for axis in AXES)
     mesh = choose_mesh(config, absent_devices(known.gpu, count))
     started = time.perf_counter()
-    compiled = compile_planned_step(config, mesh)
+    step = compile_planned(config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     print(
         f"{config.model} on {mesh.size} x {mesh.devices.flat[0].device_kind} ({shape}), jax {jax.__version__}, ", end=""
     )
     print(f"compiled in {time.perf_counter() - started:.0f} s\n")
-    print(memory_table(memory(compiled)))
+    if isinstance(step, PipelineStep):
+        print(stages_table(step))
+        return
+    assert isinstance(step, SpreadStep)
+    print(memory_table(memory(step.compiled)))
     if mesh.size > 1:
-        print(f"\n{traffic_table(collectives(compiled, mesh.shape))}")
+        print(f"\n{traffic_table(collectives(step.compiled, mesh.shape))}")
 
 
 def memory_table(plan: MemoryPlan) -> str:
@@ -60,6 +66,17 @@ def memory_table(plan: MemoryPlan) -> str:
         "pinned host memory": plan.host_peak,
     }
     return _table(["GiB a device", ""], [[name, f"{size / GIB:.2f}"] for name, size in sizes.items()])
+
+
+def stages_table(step: PipelineStep) -> str:
+    """Memory of a device of each stage, and of the host for it."""
+    devices, host = step.planned_memory(), step.planned_host_memory()
+    rows = []
+    for index, programs in enumerate(step.programs):
+        device = programs.stage.distribution.mesh.devices.flat[0]
+        sizes = (f"{size / GIB:.2f}" for size in (devices[device], host[device]))
+        rows.append([str(index), str(programs.stage.num_layers), *sizes])
+    return _table(["stage", "layers", "GiB a device", "GiB pinned on the host"], rows)
 
 
 def traffic_table(found: list[Collective]) -> str:

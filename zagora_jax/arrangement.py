@@ -54,8 +54,8 @@ class CompiledStep(Protocol):
     def planned_memory(self) -> dict[jax.Device, int]:
         """Return the bytes that the step needs of each device."""
 
-    def planned_host_memory(self) -> int:
-        """Return the bytes of pinned host memory that the step needs, for all devices together."""
+    def planned_host_memory(self) -> dict[jax.Device, int]:
+        """Return the bytes of pinned host memory that the step needs for each device."""
 
     def wire_bytes(self) -> dict[str, int]:
         """Return the bytes that a device sends in a step, by kind and mesh axes: of all devices, the most."""

@@ -423,9 +423,9 @@ class SpreadStep:
         """Return the bytes that the program needs, the same of every device."""
         return dict.fromkeys(self.distribution.mesh.devices.flat, memory(self.compiled).peak)
 
-    def planned_host_memory(self) -> int:
-        """Return the bytes of pinned host memory that the program needs, for all devices together."""
-        return memory(self.compiled).host_peak * self.distribution.mesh.size
+    def planned_host_memory(self) -> dict[jax.Device, int]:
+        """Return the bytes of pinned host memory that the program needs, the same for every device."""
+        return dict.fromkeys(self.distribution.mesh.devices.flat, memory(self.compiled).host_peak)
 
     def wire_bytes(self) -> dict[str, int]:
         """Return the bytes that a device sends in a step, by kind of collective and mesh axes."""

@@ -204,6 +204,15 @@ class PipelineStep:
         """Return the bytes that the step needs of each device: what the stage holds, and its largest program's rest."""
         return self._planned(self.programs)
 
+    def planned_host_memory(self) -> dict[jax.Device, int]:
+        """Return the bytes of pinned host memory that the step needs for each device."""
+        stages, micro_batches = len(self.programs), len(self._batch.tokens)
+        planned: dict[jax.Device, int] = {}
+        for index, programs in enumerate(self.programs):
+            needed = programs.planned_host_memory(inputs_held(index, stages, micro_batches))
+            planned |= dict.fromkeys(programs.stage.distribution.mesh.devices.flat, needed)
+        return planned
+
     def _planned(self, of_stages: Sequence[StagePrograms]) -> dict[jax.Device, int]:
         stages, micro_batches = len(of_stages), len(self._batch.tokens)
         planned: dict[jax.Device, int] = {}
@@ -211,15 +220,6 @@ class PipelineStep:
             needed = programs.planned_memory(*activations_held(index, stages, micro_batches))
             planned |= dict.fromkeys(programs.stage.distribution.mesh.devices.flat, needed)
         return planned
-
-    def planned_host_memory(self) -> int:
-        """Return the bytes of pinned host memory that the step needs, for all devices together."""
-        stages, micro_batches = len(self.programs), len(self._batch.tokens)
-        return sum(
-            programs.planned_host_memory(inputs_held(index, stages, micro_batches))
-            * programs.stage.distribution.mesh.size
-            for index, programs in enumerate(self.programs)
-        )
 
     def wire_bytes(self) -> dict[str, int]:
         """Return the bytes that the device which sends most sends in a step."""

@@ -307,7 +307,7 @@ class _Run:
         if config.plan_check:
             mesh = self.arrangement.mesh
             require_fit(planned, self._config_as_run, self.base, mesh)
-            require_pinned_memory(compiled.planned_host_memory(), mesh.devices.flat[0].platform)
+            require_pinned_memory(sum(compiled.planned_host_memory().values()), mesh.devices.flat[0].platform)
         self._report_layout(compiled)
         return compiled
 

@@ -110,12 +110,24 @@ def test_moments_stay_in_host_memory_where_they_are(step: PipelineStep) -> None:
                 "offload.embedding": "true",
             },
         ),
+        (
+            2,
+            7.5,
+            {
+                "sequence-length": 4096,
+                "stage-layers": "[42, 38]",
+                "offload.weights": "all",
+                "offload.activations": "true",
+                "offload.embedding": "true",
+                "gradient-accumulation-steps": 8,
+            },
+        ),
     ],
-    ids=["four", "two"],
+    ids=["four", "two", "two that stream"],
 )
 def test_memory_of_70b(cards: int, most: float, options: dict[str, object]) -> None:
     fixed = {"model": "synthetic:llama-3-70b", "optimizer": "adamw_8bit", "attention": "cudnn"}
-    step = compiled(cards, **fixed, **options, **{"gradient-accumulation-steps": 16})
+    step = compiled(cards, **fixed, **({"gradient-accumulation-steps": 16} | options))
     planned = max(step.planned_memory().values())
     assert planned / 2**30 <= most
     assert planned >= max(memory(programs.backward).peak for programs in step.programs)
