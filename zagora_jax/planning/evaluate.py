@@ -117,9 +117,12 @@ class Evaluator:
         step = compile_planned(self._compilable(config), mesh, self.model.base)
         arguments, estimates = self._shapes.arguments(config), self.estimate(candidate).stages
         if not isinstance(step, SpreadStep):
-            peaks = step.planned_memory()
-            of_stages = [peaks[devices.flat[0]] for devices in mesh.devices]  # "stage" is the first axis
-            stages = tuple(map(read_by_estimate, of_stages, arguments, estimates))
+            peaks, host = step.planned_memory(), step.planned_host_memory()
+            firsts = [devices.flat[0] for devices in mesh.devices]  # "stage" is the first axis
+            stages = tuple(
+                read_by_estimate(peaks[first], held, estimate, host[first])
+                for first, held, estimate in zip(firsts, arguments, estimates, strict=True)
+            )
         elif config.streamed_weights != "none":
             plan = memory(step.compiled)
             stages = (read_by_estimate(plan.peak, arguments[0], estimates[0], plan.host_peak),)
