@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import jax
 from flax import nnx
@@ -58,9 +58,14 @@ class Shapes:
     def arguments(self, config: TrainConfig) -> tuple[Arguments, ...]:
         """Return what the step's arguments take of each device, the batch left out: for each stage, if in stages."""
         exchange = (config.gradient_compression, config.gradient_exchange)
-        axes, streams = tuple(mesh_shape(config).items()), self.streams(config)
-        optimizer = (config.optimizer, config.offload.optimizer)
-        return self._arguments(optimizer, config.compute_dtype, exchange, axes, streams, self.layers(config))
+        axes, optimizer = tuple(mesh_shape(config).items()), (config.optimizer, config.offload.optimizer)
+        of_streams = functools.partial(self._arguments, optimizer, config.compute_dtype, exchange, axes)
+        streams, layers = self.streams(config), self.layers(config)
+        if len(layers) > 1 or streams[0] is None or (resident := layers[0] - streams[0].streamed_layers) == 0:
+            return of_streams(streams, layers)
+        # Each resident layer takes as much: two numbers of them tell of all.
+        none, one = (of_streams((stream_order(layers[0], layers[0] - count),), layers)[0] for count in (0, 1))
+        return (replace(none, weights=none.weights + resident * (one.weights - none.weights)),)
 
     def waiting(self, config: TrainConfig) -> int:
         """Return the bytes of a device's part of one layer that waits in host memory; 0 where none does."""

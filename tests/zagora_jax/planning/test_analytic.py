@@ -8,14 +8,18 @@ import functools
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from absent_gpus import needs_cudnn, needs_plugin
+from jax.sharding import AbstractMesh
 
+from models.stream import stream_order
 from sharding.mesh import make_mesh
 from sharding.program import memory
 from sharding.targets import GPUS, absent_devices
 from zagora_jax.base import open_base
 from zagora_jax.config import LoraConfig
+from zagora_jax.distribution import Distribution
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import train_config
 from zagora_jax.planning.compiled import compile_planned, compile_planned_step
@@ -51,6 +55,18 @@ def test_recorded_programs_are_estimated_within_the_stated_error(case):
     estimate = estimated(case["gpu"], case["settings"])
     assert estimate.peak == pytest.approx(case["peak"], rel=ERROR)
     assert estimate.host == case["host"]
+
+
+@pytest.mark.parametrize("mesh", [{"mesh.fsdp": 1, "mesh.data": 1}, {"mesh.fsdp": 3, "mesh.data": 1}])
+def test_arguments_with_some_layers_streamed_are_those_of_their_arrays(mesh):
+    own = shapes("synthetic:llama-3.2-1b?layers=7", 16)
+    config = train_config({"model": "x", "offload.weights": 4, **mesh})
+    devices = AbstractMesh(tuple(mesh_shape(config).values()), tuple(mesh_shape(config)))
+    spreads = Distribution(devices, own.base.model, stream=stream_order(7, 4)).frozen
+    (arguments,) = own.arguments(config)
+    assert arguments.weights == sum(spread.device_bytes for spread in jax.tree.leaves(spreads))
+    every = own.arguments(train_config({"model": "x", "offload.weights": "all", **mesh}))[0]
+    assert arguments.weights > every.weights
 
 
 def compiled(gpu, count, settings):
