@@ -9,6 +9,7 @@ that of the least squared error, so that no block is worse off than by plain rou
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ _FIRST_BETA, _KAPPA = 10.0, 1.01
 _ITERATIONS = 20
 
 _REFITS = 6
+
+_BLOCKS_TOGETHER = 2**16
 
 # A block whose numbers lie closer together than this part of the largest is scaled as if they did not: else its zero
 # point would be a number so large that float16 holds no fraction of it.
@@ -65,16 +68,25 @@ def quantize(weight: jax.Array) -> HQQTensor:
     """
     if weight.ndim != 2 or weight.size == 0 or not jnp.issubdtype(weight.dtype, jnp.floating):
         raise ValueError(f"HQQ quantises a non-empty floating-point matrix [out, in], not {weight.dtype}{weight.shape}")
-    flat = weight.reshape(-1).astype(jnp.float32)
+    flat = weight.reshape(-1)
     # Repeated, the last number changes neither the least nor the largest of its block.
     blocks = jnp.pad(flat, (0, -flat.size % BLOCK), mode="edge").reshape(-1, BLOCK)
-    scales, zeros = _refitted(blocks, *_split_half_quadratically(blocks, *_first_scales(blocks)))
-    codes = _codes(blocks, scales, zeros).astype(jnp.uint8).reshape(-1)[: flat.size + flat.size % 2]
-    packed = jnp.sum(codes.reshape(-1, 2) * np.array([16, 1], np.uint8), axis=1, dtype=jnp.uint8)
+    # Some at a time, so that float32 copies stay small.
+    parts = math.gcd(len(blocks), -(-len(blocks) // _BLOCKS_TOGETHER))
+    packed, scales, zeros = lax.map(_quantize_blocks, blocks.reshape(parts, -1, BLOCK))
     out_features, in_features = weight.shape
     return HQQTensor(
-        packed, scales[:, 0].astype(jnp.bfloat16), zeros[:, 0].astype(jnp.float16), (out_features, in_features)
+        packed.reshape(-1)[: -(-flat.size // 2)], scales.reshape(-1), zeros.reshape(-1), (out_features, in_features)
     )
+
+
+def _quantize_blocks(blocks: jax.Array) -> Arrays:
+    """Return codes uint8[blocks, 32], scales bfloat16[blocks] and zero points float16[blocks]."""
+    blocks = blocks.astype(jnp.float32)
+    scales, zeros = _refitted(blocks, *_split_half_quadratically(blocks, *_first_scales(blocks)))
+    codes = _codes(blocks, scales, zeros).astype(jnp.uint8).reshape(len(blocks), -1, 2)
+    packed = jnp.sum(codes * np.array([16, 1], np.uint8), axis=2, dtype=jnp.uint8)
+    return packed, scales[:, 0].astype(jnp.bfloat16), zeros[:, 0].astype(jnp.float16)
 
 
 def _first_scales(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -53,6 +53,16 @@ def test_a_block_is_never_worse_off_than_by_plain_rounding():
     assert float((fitted < 0.99 * plain).mean()) > 0.9
 
 
+def test_parts_of_a_matrix_have_the_same_bits(monkeypatch):
+    weight = matrix("normal")
+    expected = hqq.quantize(weight)
+    monkeypatch.setattr(hqq, "_BLOCKS_TOGETHER", 64)  # of 512
+    for ours, theirs in zip(
+        jax.tree.leaves(hqq.quantize(weight.reshape(256, 128))), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_special_blocks():
     flat = np.zeros(325, np.float32)  # of 5 rows of 65: a last block of 5, an odd number of codes
     flat[64:128], flat[128:192] = 3.0, -1e-6  # constant
