@@ -15,8 +15,10 @@ from flax import nnx
 
 from models.lora import initial_adapter
 from models.parameters import split
+from models.stream import stream_order
 from sharding.balance import Move, StageCost
 from sharding.mesh import make_mesh
+from zagora_jax import pipeline as pipeline_module
 from zagora_jax import pipeline_step
 from zagora_jax.arrangement import Recipe, silent
 from zagora_jax.base import BaseModel, open_base
@@ -153,6 +155,22 @@ def test_stages_stream_their_own_layers(subject, weights, inside, offload):
     found, state = trained(arrangement, subject, batches(6, 3), offload=offload)
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     assert furthest(state, one) < 1e-4
+
+
+def test_auto_fills_what_the_streaming_programs_leave_of_each_card(subject, monkeypatch):
+    """The first card has room for nothing more than the program, the second for all its layers."""
+    arrangement = pipeline(subject, (4, 1), weights="auto")
+    assert "4, 1; of them in host memory: as the devices need" in arrangement.facts()["layers of each stage"]
+    program = SimpleNamespace(planned_memory=lambda inputs, travelling: 2**20)
+    monkeypatch.setattr(pipeline_module, "StagePrograms", lambda *_: program)
+    first = jax.devices()[0]
+    monkeypatch.setattr(pipeline_module, "memory_limit", lambda device: 2**20 if device == first else 2**30)
+    whole = initial_state(subject.adapters, make_optimizer("adamw", 1e-3, 0.0), "float32")
+    said = []
+    arrangement._settle(SimpleNamespace(), whole, batches(1, 3)[0], said.append)
+    assert said == ["weights: 4 of 4, 0 of 1 layers of the stages wait in host memory"]
+    assert [stage.distribution.stream for stage in arrangement.stages] == [stream_order(4, 4), None]
+    assert "4, 1; of them in host memory: 4, 0; none moves" in arrangement.facts()["layers of each stage"]
 
 
 @pytest.mark.slow
