@@ -205,7 +205,8 @@ def main() -> None:
             print(f"{label}: {numbers}{ratio}", flush=True)
         if what == "first start":
             print(f"  written to the cache {answer['still writing']:.1f} s after that")
-        print("\n".join(f"  {line}" for line in answer["said"]), flush=True)
+        for line in answer["said"]:
+            print(f"  {line}", flush=True)
     print(f"two tensors of a layer in bfloat16: {answer['two tensors']:.2f} GiB")
 
 
