@@ -92,8 +92,8 @@ def run(folder):
         events.append("step")
         return take_step(self, step, state, number)
 
-    def observed_load(self, on_tensor, destination):
-        frozen.append(load(self, on_tensor, destination))
+    def observed_load(self, on_tensor, destination, say):
+        frozen.append(load(self, on_tensor, destination, say))
         before.extend(as_bytes(frozen[0]))
         return frozen[0]
 
