@@ -20,7 +20,7 @@ from sharding.targets import GPUS
 from sharding.watch import Watch
 from zagora_jax.base import open_base
 from zagora_jax.calibration import estimated_costs
-from zagora_jax.config import LoraConfig
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.pipeline_step import MOST_QUEUED, idle_share
 from zagora_jax.planning.candidates import train_config
 from zagora_jax.planning.links import find_link

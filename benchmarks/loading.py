@@ -37,7 +37,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.llama import Llama
-from models.stream import stream_order
+from models.stream_order import stream_order
 from sharding.mesh import make_mesh
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.checkpoint import plan_shards

@@ -21,7 +21,7 @@ from compare import measure, table
 
 from sharding.targets import gpu as find_gpu
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.candidates import Candidate, train_config
 from zagora_jax.planning.evaluate import Evaluator
 from zagora_jax.planning.links import Link

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
-from models.stream import StreamOrder
+from models.stream_order import StreamOrder
 from models.vocabulary import WHOLE_VOCABULARY, Vocabulary
 
 Parameters = TypeVar("Parameters")

@@ -21,12 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from models.stream_order import StreamOrder
+
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
-# Streamed layers in a group: an even number, so that the two buffers they alternate between are the same in every turn
-# of the loop. With an odd number XLA copies a whole layer's codes at the end of each turn.
-_STREAMED_IN_A_GROUP = (2, 4)
-_LARGEST_GROUP = 6  # a group's layers are unrolled, so this bounds the program's size
 
 # One layer: (x, shared, frozen, adapters, index) -> x, for one micro-batch.
 Layer = Callable[[jax.Array, Any, Any, Any, jax.Array], jax.Array]
@@ -60,63 +58,6 @@ class StreamedStack:
         width = jnp.dtype(self.dtype).itemsize
         elements = data.reshape(self.shape) if width == 1 else data.reshape(*self.shape, width)
         return lax.bitcast_convert_type(elements, self.dtype)
-
-
-@dataclass(frozen=True)
-class StreamOrder:
-    """Which of L layers wait in host memory: `lead` resident ones, then `groups` times `streamed` and `resident` ones.
-
-    Within a group the resident layers are spread between the streamed ones.
-    """
-
-    lead: int
-    groups: int
-    streamed: int
-    resident: int
-
-    @property
-    def kinds(self) -> tuple[bool, ...]:
-        """Whether each layer of a group is streamed."""
-        kinds: list[bool] = []
-        for place in range(self.streamed):
-            share = self.resident * (place + 1) // self.streamed - self.resident * place // self.streamed
-            kinds += [True] + [False] * share
-        return tuple(kinds)
-
-    @property
-    def layer_kinds(self) -> tuple[bool, ...]:
-        """Whether each of the L layers is streamed."""
-        return (False,) * self.lead + self.kinds * self.groups
-
-    def place(self, layer: int) -> tuple[bool, int]:
-        """Return whether a layer is streamed, and its place among those of its kind."""
-        kinds = self.layer_kinds
-        return kinds[layer], kinds[:layer].count(kinds[layer])
-
-    @property
-    def streamed_layers(self) -> int:
-        """K, the number of layers in host memory."""
-        return self.groups * self.streamed
-
-
-def stream_order(layers: int, streamed: int) -> StreamOrder:
-    """Spread `streamed` of `layers` layers as evenly as groups allow.
-
-    Raises:
-        ValueError: there are not so many layers, or no group of the sizes that are compiled gives this number.
-    """
-    if not 1 <= streamed <= layers:
-        raise ValueError(f"{streamed} of {layers} layers cannot wait in host memory")
-    orders = [
-        StreamOrder(layers - groups * (size + resident), groups, size, resident)
-        for size in (*_STREAMED_IN_A_GROUP, 1)
-        if streamed % size == 0
-        for groups in [streamed // size]
-        for resident in range(_LARGEST_GROUP - size + 1)
-        if groups * (size + resident) <= layers
-    ]
-    # The fewest layers in front; among equals the smallest group, but one that alternates between two buffers.
-    return min(orders, key=lambda order: (order.lead, order.streamed == 1, order.streamed + order.resident))
 
 
 class _Place(NamedTuple):

@@ -19,7 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from zagora_jax.checkpoints.source import open_checkpoint
-from zagora_jax.config import ExportConfig, LoraConfig, TrainConfig
+from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 

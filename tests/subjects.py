@@ -15,8 +15,8 @@ from flax import nnx
 from models.parameters import split
 from zagora_jax.adapter import open_adapter, peft_tensors
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batch
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.step import ForwardOptions, loss_sum
 
 # Both sides compute in float32 and differ in the order of sums alone: a dot product of n <= 192 terms is off by about

@@ -13,8 +13,9 @@ from models.llama import Llama, linear_modules
 from models.lora import MAGNITUDE, LayerRanks
 from models.parameters import Adapter, by_path
 from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
-from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 
 Config = TypeVar("Config", bound=TrainConfig)
 

@@ -20,8 +20,8 @@ from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, check_tensors, 
 from zagora_jax.checkpoints.quantized_cache import QuantizedCache
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.checkpoints.synthetic import PREFIX, synthetic_config, synthetic_frozen
-from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

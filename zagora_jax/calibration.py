@@ -17,7 +17,8 @@ from zagora_jax.arrangement import Recipe
 from zagora_jax.checkpoints.synthetic import synthetic_frozen
 from zagora_jax.data.batches import Batch
 from zagora_jax.devices import memory_limit
-from zagora_jax.stage import Place, Stage, StagePrograms
+from zagora_jax.stage import Place, Stage
+from zagora_jax.stage_programs import StagePrograms
 from zagora_jax.step import TrainState
 
 REPETITIONS = 3

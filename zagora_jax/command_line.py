@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from zagora_jax.config import CommandConfig
 from zagora_jax.config_file import read_file, read_list, read_scalar
 from zagora_jax.errors import UserError
 from zagora_jax.interruption import STOPPED, Interrupted, interruptible
+from zagora_jax.option_groups import CommandConfig
 from zagora_jax.options import COMMAND_LINE, C, Given, Option, build, nearest, options_of
 
 YAML_HINT = (

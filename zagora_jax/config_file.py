@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from zagora_jax.config import CommandConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import CommandConfig
 from zagora_jax.options import C, Given, Option, build, fields_of, nearest, options_of, written
 
 

@@ -17,7 +17,7 @@ from models.parameters import Adapter, Frozen, Path, by_path, split
 from models.placement import Placement
 from models.quantization import parts
 from models.quantization.parts import Segments
-from models.stream import StreamOrder
+from models.stream_order import StreamOrder
 from sharding.compiler import compiler_options
 from sharding.compression import Compression
 from sharding.exchange import Exchange, ExchangeErrors

@@ -12,13 +12,14 @@ from sharding.mesh import rows_divisor
 from zagora_jax import interruption
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import Arrangement
-from zagora_jax.config import EvaluateConfig, MeshConfig, TrainConfig
+from zagora_jax.config import EvaluateConfig, TrainConfig
 from zagora_jax.data.batches import Batch, Batches
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.devices import choose_mesh
 from zagora_jax.errors import UserError
 from zagora_jax.host_memory import allow_pinned_memory
 from zagora_jax.kernels import forward_options
+from zagora_jax.option_groups import MeshConfig
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.residency import settle_streaming
 from zagora_jax.run_directory import RunDirectory

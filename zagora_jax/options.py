@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from zagora_jax.config import CommandConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import CommandConfig
 
 C = TypeVar("C", bound=CommandConfig)
 

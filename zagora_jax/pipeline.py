@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from models.llama import Ends, Llama
 from models.parameters import by_path
-from models.stream import StreamOrder, stream_order
+from models.stream_order import StreamOrder, stream_order
 from sharding.balance import choose_cut, explain
 from sharding.compression import Compression, ErrorFeedback
 from sharding.exchange import ExchangeErrors
@@ -28,7 +28,8 @@ from zagora_jax.distribution import Distribution, describe_devices
 from zagora_jax.errors import UserError
 from zagora_jax.pipeline_frozen import PipelineDestination
 from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep, activations_held
-from zagora_jax.stage import PipelineState, Stage, StagePrograms
+from zagora_jax.stage import Stage
+from zagora_jax.stage_programs import PipelineState, StagePrograms
 from zagora_jax.step import ForwardOptions
 from zagora_jax.streaming import fitting_order, streamed_of_stages
 from zagora_jax.train_state import TrainState

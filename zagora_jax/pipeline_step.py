@@ -24,7 +24,8 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.devices import lacking_memory
 from zagora_jax.distribution import wire_bytes
 from zagora_jax.pipeline_frozen import frozen_of_stages
-from zagora_jax.stage import MOST_QUEUED, PipelineState, Place, Stage, StagePrograms
+from zagora_jax.stage import Place, Stage
+from zagora_jax.stage_programs import MOST_QUEUED, PipelineState, StagePrograms
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jax.sharding import Mesh
 
-from models.stream import StreamOrder
+from models.stream_order import StreamOrder
 from zagora_jax.arrange import arrange
 from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig

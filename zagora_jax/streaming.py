@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.llama import Llama
 from models.parameters import Path
-from models.stream import StreamedStack, StreamOrder, stream_order
+from models.stream import StreamedStack
+from models.stream_order import StreamOrder, stream_order
 from sharding.rules import PINNED, named_sharding, pinned
 from sharding.spread import Spread
 from zagora_jax.checkpoints.load import is_stacked, set_layer

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.stream import StreamedLoop, StreamedStack, StreamOrder, stream_layers, stream_order
+from models.stream import StreamedLoop, StreamedStack, stream_layers
+from models.stream_order import StreamOrder, stream_order
 
 LAYERS, WIDTH = 7, 6
 

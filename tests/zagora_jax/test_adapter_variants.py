@@ -13,8 +13,8 @@ from zagora_jax.adapter import open_adapter, peft_config, peft_names, peft_shape
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.load import ONE_DEVICE
 from zagora_jax.checkpoints.peft import read_adapter, write_adapter
-from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.row_lengths import RowLengths
 
 pytest.importorskip("torch")

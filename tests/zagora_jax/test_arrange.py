@@ -6,9 +6,10 @@ from jax.sharding import AbstractMesh
 from sharding.mesh import AXES
 from zagora_jax.arrange import layers_of_stages
 from zagora_jax.base import open_base
-from zagora_jax.config import MeshConfig, OffloadConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.devices import mesh_sizes
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import MeshConfig, OffloadConfig
 
 NAME = "synthetic:llama-3-8b?layers=8"
 

@@ -8,8 +8,8 @@ from models.parameters import Adapter, Frozen, by_path, split
 from models.quantization import is_quantized
 from zagora_jax.adapter import adapted_modules
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from zagora_jax.config import (
-    COMMANDS,
-    CheckConfig,
-    ExportConfig,
-    GenerateConfig,
-    LoraConfig,
-    PreviewConfig,
-    TrainConfig,
-)
+from zagora_jax.config import COMMANDS, CheckConfig, ExportConfig, GenerateConfig, PreviewConfig, TrainConfig
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.options import options_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

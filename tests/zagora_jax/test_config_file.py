@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import load_config, save_config
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 
 MINIMUM = "model: base\ndata: rows.jsonl\n"
 

@@ -10,9 +10,10 @@ import pynvml
 import pytest
 
 from zagora_jax import devices
-from zagora_jax.config import MeshConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh, limit_memory
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import MeshConfig
 from zagora_jax.reporting.sensors import GIB
 
 

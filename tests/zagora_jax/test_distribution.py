@@ -21,10 +21,10 @@ from sharding.mesh import make_mesh
 from sharding.program import collectives
 from zagora_jax.arrangement import Recipe
 from zagora_jax.base import BaseModel, open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution, SpreadStep
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.step import ForwardOptions, make_train_step
 from zagora_jax.train_state import TrainState, initial_state
 

@@ -18,10 +18,11 @@ from oracles import PROJECTIONS, STORAGE, random_adapter, tiny_llama, transforme
 from zagora_jax import exporter
 from zagora_jax.checkpoints.run_state import StateWriter
 from zagora_jax.checkpoints.source import open_checkpoint
-from zagora_jax.config import ExportConfig, LoraConfig, TrainConfig
+from zagora_jax.config import ExportConfig, TrainConfig
 from zagora_jax.config_file import save_config
 from zagora_jax.errors import UserError
 from zagora_jax.exporter import export
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.run_directory import RunDirectory
 from zagora_jax.train_state import initial_state
 from zagora_jax.tuned import open_tuned

@@ -14,9 +14,9 @@ from models.parameters import split
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.merge import Merge
 from zagora_jax.checkpoints.merge_checks import Update
-from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
 from zagora_jax.generation import Generator, Sampling
+from zagora_jax.option_groups import LoraConfig
 
 pytest.importorskip("torch")
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from zagora_jax import host_memory
-from zagora_jax.config import OffloadConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.host_memory import LIMIT, allow_pinned_memory, free_memory, require_pinned_memory
+from zagora_jax.option_groups import OffloadConfig
 
 GIB = 2**30
 

@@ -9,9 +9,9 @@ from jax.sharding import AbstractMesh, AxisType
 from models.parameters import split
 from sharding.mesh import AXES
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.train_state import initial_state
 
 KINDS = ("codes", "scales", "embeddings", "LoRA", "optimizer")

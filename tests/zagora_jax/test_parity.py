@@ -16,8 +16,8 @@ from subjects import LOGIT_TOLERANCE, Subject, as_batch, assert_gradients_equal,
 from models.quantization import nf4
 from zagora_jax.adapter import peft_names
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batch
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.step import ForwardOptions, loss_sum, make_evaluation_step
 
 pytest.importorskip("torch")

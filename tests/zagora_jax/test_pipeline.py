@@ -15,19 +15,19 @@ from flax import nnx
 
 from models.lora import initial_adapter
 from models.parameters import split
-from models.stream import stream_order
+from models.stream_order import stream_order
 from sharding.balance import Move, StageCost
 from sharding.mesh import make_mesh
 from zagora_jax import pipeline as pipeline_module
 from zagora_jax import pipeline_step
 from zagora_jax.arrangement import Recipe, silent
 from zagora_jax.base import BaseModel, open_base
-from zagora_jax.config import LoraConfig, MeshConfig, OffloadConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.option_groups import LoraConfig, MeshConfig, OffloadConfig
 from zagora_jax.pipeline import Balance, Pipeline
-from zagora_jax.stage import PipelineState
+from zagora_jax.stage_programs import PipelineState
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import initial_state
 from zagora_jax.trainer import train

@@ -15,10 +15,10 @@ from models.lora import initial_adapter
 from models.parameters import split
 from zagora_jax.adapter import save_adapter
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batches
 from zagora_jax.data.tokenize import Preparation, tokenize_rows
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
 from zagora_jax.train_state import initial_state
 

@@ -5,8 +5,8 @@ import pytest
 import runs
 
 from zagora_jax import trainer
-from zagora_jax.config import OffloadConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import OffloadConfig
 from zagora_jax.streaming import fitting_order, streamed_of_stages
 from zagora_jax.trainer import train
 

@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 import pytest
 
-from models.stream import stream_order
+from models.stream_order import stream_order
 from sharding.mesh import make_mesh
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.huggingface import HuggingFaceCheckpoint

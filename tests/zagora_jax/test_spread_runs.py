@@ -12,8 +12,8 @@ from oracles import tiny_llama
 from runs import numbers, recorder, tiny_config, write_rows
 
 from zagora_jax import trainer
-from zagora_jax.config import LoraConfig, MeshConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig, MeshConfig
 from zagora_jax.trainer import train
 
 # Two replicas of two shards whose gradients are delayed and compressed; 8-bit moments and dropout beside.

@@ -14,10 +14,10 @@ from models.lora import initial_adapter
 from models.parameters import split
 from zagora_jax import train_state
 from zagora_jax.base import BaseModel, open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batches
 from zagora_jax.data.examples import Example, Examples
 from zagora_jax.data.sources import Location
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
 from zagora_jax.train_state import LossScale, initial_state
 

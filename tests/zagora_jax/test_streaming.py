@@ -10,14 +10,14 @@ import pytest
 
 from models.lora import initial_adapter
 from models.parameters import split
-from models.stream import stream_order
+from models.stream_order import stream_order
 from sharding.mesh import make_mesh
 from zagora_jax.arrangement import Recipe
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import initial_state
 

@@ -21,11 +21,12 @@ from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import Arrangement, Recipe
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
-from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.pipeline import Pipeline
 from zagora_jax.step import ForwardOptions, make_train_step
 from zagora_jax.tensor_parts import tensor_segments

@@ -26,12 +26,13 @@ from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.peft import read_adapter
 from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.checkpoints.source import open_checkpoint
-from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import load_config
 from zagora_jax.data.batches import Batches
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation
 from zagora_jax.interruption import Interrupted
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.run_directory import RunDirectory, read_metrics
 from zagora_jax.trainer import TrainResult, train
 

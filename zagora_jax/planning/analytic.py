@@ -11,7 +11,7 @@ from models.attention import BLOCK_SCORES, LARGEST_BLOCK, SMALLEST_BLOCK
 from models.config import ModelConfig
 from models.cross_entropy import CHUNK_TOKENS
 from models.remat import group_count
-from models.stream import StreamOrder
+from models.stream_order import StreamOrder
 from sharding.schedule import inputs_held
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.memory import DeviceMemory

@@ -9,9 +9,10 @@ from typing import Literal
 from models.attention import choose_kernel
 from sharding.mesh import make_mesh
 from sharding.program import memory
-from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.distribution import SpreadStep
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import Candidate
 from zagora_jax.planning.compiled import compile_planned

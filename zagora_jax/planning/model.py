@@ -14,8 +14,9 @@ from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.json_files import read_json_object
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.synthetic import PREFIX
-from zagora_jax.config import ConfigureConfig, LoraConfig
+from zagora_jax.config import ConfigureConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 
 # Of sizes with one name in several families, the first of these is meant.
 PREFERRED = ("llama-3.3", "llama-3.2", "llama-3.1", "llama-2", "qwen3", "qwen2.5", "mistral")

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from models.llama import Ends, linear_modules
 from models.parameters import split
-from models.stream import StreamOrder, stream_order
+from models.stream_order import StreamOrder, stream_order
 from sharding.mesh import AXES
 from zagora_jax.arrange import layers_of_stages
 from zagora_jax.base import BaseModel

@@ -24,7 +24,7 @@ from zagora_jax.base import open_base
 from zagora_jax.checkpoints import AdapterConfig, load_tokenizer, open_checkpoint, read_adapter, write_adapter
 from zagora_jax.checkpoints.gguf import GGUFCheckpoint
 from zagora_jax.checkpoints.safetensors_file import read_header, read_tensor
-from zagora_jax.config import LoraConfig
+from zagora_jax.option_groups import LoraConfig
 
 QUICK = profile(100)
 SLOWER = profile(30)

@@ -20,8 +20,8 @@ from zagora_jax.checkpoints.load import expected_tensors
 from zagora_jax.checkpoints.merge import Merge
 from zagora_jax.checkpoints.merge_checks import Update
 from zagora_jax.checkpoints.safetensors_file import read_header
-from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 
 PREFIX = "base_model.model."
 

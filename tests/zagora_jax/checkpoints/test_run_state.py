@@ -16,9 +16,9 @@ from sharding.exchange import ExchangeErrors
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints import run_state
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
-from zagora_jax.config import LoraConfig
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import make_optimizer
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.train_state import LossScale, TrainState, initial_state
 
 PROGRESS = {"model": "abc", "data": {"next_index": 3}}

@@ -13,13 +13,13 @@ import pytest
 from absent_gpus import needs_cudnn, needs_plugin
 from jax.sharding import AbstractMesh
 
-from models.stream import stream_order
+from models.stream_order import stream_order
 from sharding.mesh import make_mesh
 from sharding.program import memory
 from sharding.targets import GPUS, absent_devices
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
 from zagora_jax.distribution import Distribution
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import train_config
 from zagora_jax.planning.compiled import compile_planned, compile_planned_step

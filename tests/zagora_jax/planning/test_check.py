@@ -12,8 +12,9 @@ from sharding.mesh import make_mesh
 from sharding.program import memory
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
-from zagora_jax.config import LoraConfig, TrainConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning import check, compile_planned_step, compiled
 from zagora_jax.planning.check import require_fit
 from zagora_jax.planning.machine import gpu_budget

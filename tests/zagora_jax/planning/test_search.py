@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 
-from zagora_jax.config import ConfigureConfig, LoraConfig
+from zagora_jax.config import ConfigureConfig
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.candidates import candidates
 from zagora_jax.planning.evaluate import Evaluator
 from zagora_jax.planning.machine import find_machine

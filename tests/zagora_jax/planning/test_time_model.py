@@ -6,7 +6,7 @@ import pytest
 
 from sharding.targets import GPUS
 from zagora_jax.base import open_base
-from zagora_jax.config import LoraConfig
+from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.candidates import train_config
 from zagora_jax.planning.links import find_link
 from zagora_jax.planning.shapes import Shapes

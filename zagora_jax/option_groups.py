@@ -1,0 +1,214 @@
+"""What configurations are made of: types of options, and groups that commands share."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+
+def _to_path(value: Any) -> Path:
+    if isinstance(value, Path) or (isinstance(value, str) and value.strip()):
+        return Path(value).expanduser()
+    raise ValueError("expected a path")
+
+
+def _to_source(value: Any) -> str:
+    if isinstance(value, Path) or (isinstance(value, str) and value.strip()):
+        return os.path.expanduser(value)
+    raise ValueError("expected a path or the name of a data set")
+
+
+def _to_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | Path | int | float) and not isinstance(value, bool) else value
+
+
+FilePath = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=str)]
+Source = Annotated[str, BeforeValidator(_to_source, json_schema_input_type=str)]
+Sources = Annotated[
+    list[Source], Field(min_length=1), BeforeValidator(_to_list, json_schema_input_type=str | list[str])
+]
+Numbers = Annotated[
+    list[Annotated[float, Field(gt=0)]],
+    Field(min_length=1),
+    BeforeValidator(_to_list, json_schema_input_type=float | list[float]),
+]
+Quantization = Literal["nf4", "hqq", "int8", "none"]
+FloatType = Literal["bfloat16", "float16", "float32"]
+QuantizedCacheFolder = Annotated[
+    Literal["auto", "off"] | FilePath,
+    BeforeValidator(lambda value: value if value in ("auto", "off") else _to_path(value), json_schema_input_type=str),
+]
+
+
+class Options(BaseModel):
+    """A group of options: typed strictly, closed to unknown names, never changed once made."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class CommandConfig(Options):
+    """All options of one command, `python -m zagora_jax.COMMAND`."""
+
+    command: ClassVar[str]
+    # The field that is given by its place on the command line. Without one, that place is a YAML file's.
+    positional: ClassVar[str | None] = None
+    # The fields, first to last, that can be given by their places instead of in that file.
+    shorthand: ClassVar[tuple[str, ...]] = ()
+    # The option that each heading of the help stands above.
+    headings: ClassVar[dict[str, str]] = {}
+
+
+def _split_pattern(pattern: str) -> tuple[str, str]:
+    name, _, value = pattern.rpartition("=")
+    return name.strip(), value.strip()
+
+
+class LoraConfig(Options):
+    """The adapter's options."""
+
+    rank: int = Field(default=16, ge=1, description="Rank of the two adapter matrices beside each targeted weight.")
+    alpha: int = Field(
+        default=32,
+        ge=1,
+        description="The adapter's output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora.",
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Part of the adapter's input that is dropped in training."
+    )
+    targets: str | list[str] = Field(
+        default="all-linear",
+        description="The linear modules that get an adapter: all-linear (every one but lm_head), a list of names as "
+        "they end (q_proj,v_proj), or one regular expression that matches whole names.",
+    )
+    use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank): rank-stabilised LoRA.")
+    use_dora: bool = Field(
+        default=False,
+        description="Train the lengths of the weights' rows apart from their directions (DoRA): slower, often better "
+        "at low ranks.",
+    )
+    rank_pattern: list[str] | None = Field(
+        default=None,
+        description="Other ranks for some modules, as NAME=RANK; a NAME is a regular expression for the end of a "
+        "module's name, such as down_proj or layers.0.mlp.up_proj, and the first that fits counts.",
+    )
+    alpha_pattern: list[str] | None = Field(
+        default=None, description="Other alphas for some modules, as NAME=ALPHA, like rank_pattern."
+    )
+    layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None,
+        description="The numbers of the layers that get adapters, from 0; all where not given. Not with targets that "
+        "are one regular expression, which can choose layers itself.",
+    )
+
+    @property
+    def rank_patterns(self) -> dict[str, int]:
+        """The ranks by pattern."""
+        return {name: int(value) for name, value in map(_split_pattern, self.rank_pattern or ())}
+
+    @property
+    def alpha_patterns(self) -> dict[str, float]:
+        """The alphas by pattern."""
+        return {name: float(value) for name, value in map(_split_pattern, self.alpha_pattern or ())}
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _check_patterns(cls, patterns: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        number = r"[1-9]\d*" if info.field_name == "rank_pattern" else r"\d*\.?\d+"
+        for pattern in patterns or ():
+            name, value = _split_pattern(pattern)
+            if not name or not re.fullmatch(number, value) or float(value) == 0:
+                raise ValueError(f"expected NAME=NUMBER with a positive number, such as down_proj=8 ({pattern!r})")
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"expected a regular expression before the = ({pattern!r}: {error})") from None
+        return patterns
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.layers is not None and isinstance(self.targets, str) and self.targets != "all-linear":
+            raise ValueError("layers does not go with targets that are one regular expression: choose layers in that")
+        return self
+
+    @field_validator("targets")
+    @classmethod
+    def _check_targets(cls, targets: str | list[str]) -> str | list[str]:
+        parts = [targets] if isinstance(targets, str) else targets
+        if not parts or not all(part.strip() for part in parts):
+            raise ValueError("expected all-linear, a list of module names, or a regular expression")
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except re.error as error:
+                raise ValueError(f"expected a regular expression ({error})") from None
+        return targets
+
+
+class MeshConfig(Options):
+    """How many devices stand along each axis of the mesh."""
+
+    stage: int | None = Field(
+        default=None, ge=1, description="Consecutive blocks of layers, each on devices of its own; for layerwise."
+    )
+    data: int | None = Field(default=None, ge=1, description="Replicas, each with rows of its own.")
+    fsdp: int | None = Field(
+        default=None, ge=1, description="Devices that weights, adapters and optimizer state (and rows) are spread over."
+    )
+    tensor: int | None = Field(
+        default=None,
+        ge=1,
+        description="Devices that compute each layer together, with a part of its heads and feed-forward columns each; "
+        "at most the model's key/value heads. They exchange activations several times a layer: for cards with a fast "
+        "link.",
+    )
+
+
+class OffloadConfig(Options):
+    """What waits in the host's memory until a GPU needs it."""
+
+    embedding: bool = Field(
+        default=False,
+        description="Look words up in the host's memory and send the first card their rows alone; with strategy "
+        "layerwise. A large vocabulary's table is as large as several layers.",
+    )
+
+    activations: bool = Field(
+        default=False,
+        description="Keep the layers' inputs in pinned host memory between the forward and the backward pass; with "
+        "remat full or attention.",
+    )
+    weights: Literal["none", "all", "auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="none",
+        description="Keep frozen layers in pinned host memory and bring each to the device a layer ahead of its use: "
+        "none, all, a number of layers, or as many as the device's memory needs (auto); with remat full. All "
+        "micro-batches of a step pass through a layer before the next comes, so that more of them cost no more copies. "
+        "With strategy layerwise each card streams its own layers, for each micro-batch; a number is shared out.",
+    )
+    optimizer: bool = Field(
+        default=False,
+        description="Keep the optimizer's moments in pinned host memory between the steps; the update brings in one "
+        "layer's at a time.",
+    )
+
+
+class PlannedOffloadConfig(Options):
+    """What may wait in the host's memory, in a plan."""
+
+    activations: bool | None = Field(default=None, description="As of train; else searched for.")
+    weights: Literal["none", "all", "auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto", description="As of train; auto: searched for, none among others."
+    )
+
+
+class BalanceConfig(Options):
+    """When layers move between the stages of layerwise, in training."""
+
+    threshold: float = Field(
+        default=0.15,
+        ge=0,
+        lt=1,
+        description="The part of a step's time that moving layers away from a slow card must save; 0: none ever moves.",
+    )
+    patience: int = Field(default=20, ge=1, description="For how many steps in a row it must have promised that.")
