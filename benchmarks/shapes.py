@@ -20,7 +20,7 @@ from models.parameters import split
 from zagora_jax.arrange import arrange
 from zagora_jax.base import open_base
 from zagora_jax.command_line import parse
-from zagora_jax.compaction import compact_for
+from zagora_jax.compaction import compact
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import training_batches
@@ -61,7 +61,7 @@ def main() -> None:
         update = {"micro_batch_size": rows, "gradient_accumulation_steps": micro_batches, "sequence_length": tokens}
         of_shape = config.model_copy(update=update)
         step = compile_planned(of_shape, mesh, base)
-        frozen, state = compact_for(step.planned_memory(), (frozen, state))
+        frozen, state = compact((frozen, state), step.planned_memory())
         seconds = []
         for batch in batches(of_shape, base, arrangement.rows_divisor, known.steps):
             started = time.perf_counter()

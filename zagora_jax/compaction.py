@@ -5,12 +5,13 @@ of loading lie scattered: the memory may be free, but in two pieces. Arrays that
 back, one behind the other.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
+
+from sharding.rules import PINNED
 
 # The allocator rounds sizes up, and small arrays fill small gaps: only larger ones are worth a move.
 SMALLEST_GAP = 1 << 20
@@ -28,16 +29,20 @@ class Block(NamedTuple):
         return self.start + self.size
 
 
-def compact(arrays: Any, needed: Mapping[jax.Device, int]) -> Any:
-    """Move some of a pytree's arrays, which are used up, until each device has `needed` bytes free in one piece.
+def compact(arrays: Any, planned: Mapping[jax.Device, int]) -> Any:
+    """Move some of a pytree's arrays, which are used up, until a program that takes them finds its memory in one piece.
 
     Where that cannot be, all that lies above the lowest gap is moved. Devices without an allocator's limit, such as
     CPUs, are left alone, and so are arrays in host memory.
+
+    Args:
+        arrays: what the program takes.
+        planned: the bytes that it needs of each device, `arrays` included.
     """
     leaves, tree = jax.tree.flatten(arrays)
     blocks: dict[jax.Device, dict[int, Block]] = {}
     for number, leaf in enumerate(leaves):
-        if leaf.sharding.memory_kind == "device":
+        if leaf.sharding.memory_kind != PINNED:
             for shard in leaf.addressable_shards:
                 block = Block(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
                 blocks.setdefault(shard.device, {})[number] = block
@@ -45,7 +50,8 @@ def compact(arrays: Any, needed: Mapping[jax.Device, int]) -> Any:
     for device, of_leaves in blocks.items():
         if "bytes_limit" in (stats := _stats(device)):
             free = stats["bytes_limit"] - stats["bytes_in_use"]
-            border = first_moved(of_leaves.values(), free, needed[device])
+            needed = planned[device] - sum(block.size for block in of_leaves.values())
+            border = first_moved(of_leaves.values(), free, needed)
             moved |= {number for number, block in of_leaves.items() if border is not None and block.start >= border}
     order = sorted(moved, key=lambda number: -leaves[number].nbytes)
     on_host = {number: (leaves[number].sharding, jax.device_get(leaves[number])) for number in order}
@@ -54,15 +60,6 @@ def compact(arrays: Any, needed: Mapping[jax.Device, int]) -> Any:
     for number, (sharding, array) in on_host.items():
         leaves[number] = jax.device_put(array, sharding)
     return jax.tree.unflatten(tree, leaves)
-
-
-def compact_for(planned: Mapping[jax.Device, int], arrays: Any) -> Any:
-    """Make room, as `compact` does, for a program that needs `planned` bytes of each device, `arrays` included."""
-    used: Counter[jax.Device] = Counter()
-    for leaf in jax.tree.leaves(arrays):
-        if leaf.sharding.memory_kind == "device":
-            used.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
-    return compact(arrays, {device: planned[device] - used[device] for device in used})
 
 
 def _stats(device: jax.Device) -> Mapping[str, int]:

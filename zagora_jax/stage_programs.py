@@ -1,4 +1,4 @@
-"""The compiled programs that a stage of a pipeline runs in training, and what is between them."""
+"""The compiled programs that a stage of a pipeline runs in training, and the state that all stages' work on."""
 
 import copy
 import math

@@ -25,7 +25,7 @@ from zagora_jax.base import open_base
 from zagora_jax.checkpoints.background import BackgroundWriter, copy_to_host
 from zagora_jax.checkpoints.load import Destination
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
-from zagora_jax.compaction import compact_for
+from zagora_jax.compaction import compact
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
@@ -38,22 +38,13 @@ from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
-from zagora_jax.reporting.trace import (
-    DEVICE_COLUMNS,
-    KERNEL_COLUMNS,
-    device_rows,
-    kernel_rows,
-    read_trace,
-    tracing,
-)
+from zagora_jax.reporting.trace import show_trace, tracing
 from zagora_jax.residency import settle_streaming
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.train_state import TrainState, initial_state
-
-MOST_KERNELS = 30  # in the table of a profiled step
 
 Step = Callable[[Any, Batch], tuple[Any, Mapping[str, Any]]]
 Measure = Callable[[TrainState], Evaluation]
@@ -123,6 +114,15 @@ class _Run:
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
         self.saved = find_saved(self.directory, config, self.progress, self.iterator, reporter.say)
         self.first_step = 0 if self.saved is None else self.saved.step
+        self._check_profiled_step()
+
+    def _check_profiled_step(self) -> None:
+        """Refuse, or after a resumption mention, a step to be profiled that does not come."""
+        step = self.config.profile_step
+        if step is not None and step > self.total_steps:
+            raise UserError(f"--profile-step {step}: the run has {self.total_steps} steps; give one of them")
+        if step is not None and step <= self.first_step:
+            self.reporter.say(f"--profile-step {step}: is past, and is not profiled: the run goes on behind it")
 
     def train(self) -> TrainResult:
         if self._is_finished():
@@ -143,7 +143,7 @@ class _Run:
         frozen = self._load()
         state = self._initial_state()
         if compiled is not None:
-            frozen, state = compact_for(compiled.planned_memory(), (frozen, state))
+            frozen, state = compact((frozen, state), compiled.planned_memory())
         # States are forgotten before the metrics of their steps: those of every saved step are always there.
         keep = self.config.keep_checkpoints
         states = StateWriter(self.directory.checkpoints, keep=keep, after_step=self.first_step)
@@ -371,9 +371,7 @@ class _Run:
             return
         with tracing(self.directory.profile):
             yield
-        devices = read_trace(self.directory.profile)
-        self.reporter.table(f"step {number}, in ms", DEVICE_COLUMNS, device_rows(devices))
-        self.reporter.table(f"kernels of {devices[0].device}", KERNEL_COLUMNS, kernel_rows(devices[0], MOST_KERNELS))
+        show_trace(self.directory.profile, number, self.reporter)
 
     def _evaluates(self, number: int) -> bool:
         """Tell whether the step `number` is followed by an evaluation; that after the last is none of a step's."""

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from models.stream import DEVICE, HOST
 from sharding.flat import bare, clothed
 from sharding.group import ALONE, DeviceGroup
 from zagora_jax.train_state import TrainState
-
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 Metrics = dict[str, jax.Array]
 

@@ -36,9 +36,11 @@ def test_moved_arrays_keep_their_values_and_places(monkeypatch: pytest.MonkeyPat
     arrays = {"a": jnp.arange(5.0), "b": jnp.ones((2, 3), jnp.uint8), "c": jnp.float32(7)}
     expected = jax.tree.map(np.asarray, arrays)
     lowest = min(array.unsafe_buffer_pointer() for array in arrays.values())
-    monkeypatch.setattr(compaction, "first_moved", lambda blocks, free, needed: lowest if free == 5 else None)
+    monkeypatch.setattr(
+        compaction, "first_moved", lambda _, free, needed: lowest if (free, needed) == (5, 70) else None
+    )
     monkeypatch.setattr(compaction, "_stats", lambda device: {"bytes_limit": 10, "bytes_in_use": 5})
-    moved = compact(arrays, {jax.devices()[0]: 1})
+    moved = compact(arrays, {jax.devices()[0]: 100})
     assert all(array.is_deleted() for array in arrays.values())
     jax.tree.map(np.testing.assert_array_equal, moved, expected)
     assert moved["a"].sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])

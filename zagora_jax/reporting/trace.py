@@ -10,6 +10,7 @@ import jax
 from jax.profiler import ProfileData, ProfileOptions
 
 from zagora_jax.errors import UserError
+from zagora_jax.reporting.progress import Reporter
 
 COMPUTATION, HOST_COPY, EXCHANGE = "computation", "copies to and from the host", "exchange between devices"
 KINDS = (COMPUTATION, HOST_COPY, EXCHANGE)
@@ -17,6 +18,10 @@ KINDS = (COMPUTATION, HOST_COPY, EXCHANGE)
 # As CUDA names copies, NCCL its kernels, and XLA the operations of its CPU devices.
 _HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 _EXCHANGES = ("nccl", "MemcpyP2P", "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+MOST_KERNELS = 30  # in the table of a step
+DEVICE_COLUMNS = ("device", "step ms", "computation", "host copies", "exchange", "bare copies", "bare exchange", "idle")
+KERNEL_COLUMNS = ("kernel", "count", "ms", "of the step")
 
 Interval = tuple[float, float]  # seconds
 
@@ -119,6 +124,17 @@ def read_trace(directory: Path) -> list[DeviceTrace]:
     return devices
 
 
+def show_trace(directory: Path, step: int, reporter: Reporter) -> None:
+    """Print the newest trace in `directory`, of one step: what each device did, and the first one's longest kernels."""
+    try:
+        devices = read_trace(directory)
+    except UserError as error:  # no reason to end a training
+        reporter.say(f"warning: step {step} could not be profiled: {error}")
+        return
+    reporter.table(f"step {step}, in ms", DEVICE_COLUMNS, device_rows(devices))
+    reporter.table(f"kernels of {devices[0].device}", KERNEL_COLUMNS, kernel_rows(devices[0], MOST_KERNELS))
+
+
 def device_rows(devices: list[DeviceTrace]) -> list[list[str]]:
     """Rows (device, ms from first to last, ms of each kind, ms of copies and exchange with no computation, ms idle)."""
     return [
@@ -139,9 +155,6 @@ def device_rows(devices: list[DeviceTrace]) -> list[list[str]]:
     ]
 
 
-DEVICE_COLUMNS = ("device", "step ms", "computation", "host copies", "exchange", "bare copies", "bare exchange", "idle")
-
-
 def kernel_rows(trace: DeviceTrace, most: int) -> list[list[str]]:
     """Rows (kernel, count, ms, part of the step) of the `most` longest kernels, and one of all others."""
     kernels = trace.kernels()
@@ -151,9 +164,6 @@ def kernel_rows(trace: DeviceTrace, most: int) -> list[list[str]]:
     return [
         [name, f"{count:,}", f"{1e3 * seconds:,.2f}", f"{seconds / trace.seconds:.1%}"] for name, count, seconds in rows
     ]
-
-
-KERNEL_COLUMNS = ("kernel", "count", "ms", "of the step")
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -16,6 +16,7 @@ from zagora_jax.reporting.trace import (
     device_rows,
     kernel_rows,
     read_trace,
+    show_trace,
 )
 from zagora_jax.trainer import train
 
@@ -52,6 +53,20 @@ def test_kernels_are_summed_by_name_and_the_rest_is_counted() -> None:
 def test_a_directory_without_a_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no trace"):
         read_trace(tmp_path)
+
+
+def test_what_cannot_be_read_is_said_and_ends_nothing(tmp_path: Path) -> None:
+    reporter, printed = recorder()
+    show_trace(tmp_path, 7, reporter)
+    assert "step 7 could not be profiled" in printed()
+
+
+def test_a_step_that_never_comes_is_refused(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
+    config = tiny_config(tiny_llama(tmp_path / "model"), tmp_path / "run", rows, max_steps=2, profile_step=3)
+    with pytest.raises(UserError, match=r"--profile-step 3: the run has 2 steps"):
+        train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_profiled_step_is_traced_and_printed(tmp_path: Path) -> None:
