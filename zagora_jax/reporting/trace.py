@@ -1,9 +1,10 @@
 """A profiler's trace of one optimizer step: what each device did, for how long, and what lay under what."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,7 +21,6 @@ _HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 _EXCHANGES = ("nccl", "MemcpyP2P", "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 MOST_KERNELS = 30  # in the table of a step
-DEVICE_COLUMNS = ("device", "step ms", "computation", "host copies", "exchange", "bare copies", "bare exchange", "idle")
 KERNEL_COLUMNS = ("kernel", "count", "ms", "of the step")
 
 Interval = tuple[float, float]  # seconds
@@ -131,28 +131,24 @@ def show_trace(directory: Path, step: int, reporter: Reporter) -> None:
     except UserError as error:  # no reason to end a training
         reporter.say(f"warning: step {step} could not be profiled: {error}")
         return
-    reporter.table(f"step {step}, in ms", DEVICE_COLUMNS, device_rows(devices))
+    reporter.table(f"step {step}, in ms", ("", *(trace.device for trace in devices)), device_rows(devices))
     reporter.table(f"kernels of {devices[0].device}", KERNEL_COLUMNS, kernel_rows(devices[0], MOST_KERNELS))
 
 
 def device_rows(devices: list[DeviceTrace]) -> list[list[str]]:
-    """Rows (device, ms from first to last, ms of each kind, ms of copies and exchange with no computation, ms idle)."""
-    return [
-        [
-            trace.device,
-            *(
-                f"{1e3 * seconds:,.1f}"
-                for seconds in (
-                    trace.seconds,
-                    *map(trace.busy, KINDS),
-                    trace.exposed(HOST_COPY),
-                    trace.exposed(EXCHANGE),
-                    trace.seconds - trace.busy(*KINDS),
-                )
-            ),
-        ]
-        for trace in devices
-    ]
+    """Rows (what, ms of each device): the whole step, each kind, what of the others no computation hid, and idleness."""
+    parts: dict[str, Callable[[DeviceTrace], float]] = {
+        "step": lambda trace: trace.seconds,
+        **{kind: partial(_busy, kind=kind) for kind in KINDS},
+        "bare copies": lambda trace: trace.exposed(HOST_COPY),
+        "bare exchange": lambda trace: trace.exposed(EXCHANGE),
+        "idle": lambda trace: trace.seconds - trace.busy(*KINDS),
+    }
+    return [[what, *(f"{1e3 * seconds(trace):,.1f}" for trace in devices)] for what, seconds in parts.items()]
+
+
+def _busy(trace: DeviceTrace, kind: str) -> float:
+    return trace.busy(kind)
 
 
 def kernel_rows(trace: DeviceTrace, most: int) -> list[list[str]]:

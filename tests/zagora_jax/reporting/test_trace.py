@@ -40,8 +40,14 @@ def test_overlaps_count_once_and_copies_without_computation_are_bare() -> None:
     assert TRACE.exposed(HOST_COPY) == 1.0
     assert TRACE.busy(EXCHANGE) == 2.5
     assert TRACE.exposed(EXCHANGE) == 2.0
-    assert device_rows([TRACE]) == [
-        ["GPU:0", "10,000.0", "5,000.0", "1,500.0", "2,500.0", "1,000.0", "2,000.0", "2,000.0"]
+    assert device_rows([TRACE, TRACE]) == [
+        ["step", *["10,000.0"] * 2],
+        ["computation", *["5,000.0"] * 2],
+        ["copies to and from the host", *["1,500.0"] * 2],
+        ["exchange between devices", *["2,500.0"] * 2],
+        ["bare copies", *["1,000.0"] * 2],
+        ["bare exchange", *["2,000.0"] * 2],
+        ["idle", *["2,000.0"] * 2],
     ]
 
 
