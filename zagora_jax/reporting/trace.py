@@ -1,10 +1,9 @@
 """A profiler's trace of one optimizer step: what each device did, for how long, and what lay under what."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -136,19 +135,15 @@ def show_trace(directory: Path, step: int, reporter: Reporter) -> None:
 
 
 def device_rows(devices: list[DeviceTrace]) -> list[list[str]]:
-    """Rows (what, ms of each device): the whole step, each kind, what of the others no computation hid, and idleness."""
-    parts: dict[str, Callable[[DeviceTrace], float]] = {
-        "step": lambda trace: trace.seconds,
-        **{kind: partial(_busy, kind=kind) for kind in KINDS},
-        "bare copies": lambda trace: trace.exposed(HOST_COPY),
-        "bare exchange": lambda trace: trace.exposed(EXCHANGE),
-        "idle": lambda trace: trace.seconds - trace.busy(*KINDS),
-    }
-    return [[what, *(f"{1e3 * seconds(trace):,.1f}" for trace in devices)] for what, seconds in parts.items()]
-
-
-def _busy(trace: DeviceTrace, kind: str) -> float:
-    return trace.busy(kind)
+    """Rows (what, ms of each device): the step, each kind, how much of it no computation hid, and idle time."""
+    rows = [
+        ("step", [trace.seconds for trace in devices]),
+        *((kind, [trace.busy(kind) for trace in devices]) for kind in KINDS),
+        ("bare copies", [trace.exposed(HOST_COPY) for trace in devices]),
+        ("bare exchange", [trace.exposed(EXCHANGE) for trace in devices]),
+        ("idle", [trace.seconds - trace.busy(*KINDS) for trace in devices]),
+    ]
+    return [[what, *(f"{1e3 * time:,.1f}" for time in seconds)] for what, seconds in rows]
 
 
 def kernel_rows(trace: DeviceTrace, most: int) -> list[list[str]]:
