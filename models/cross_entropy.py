@@ -6,6 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from models import tables
+from models.tables import Table
 from models.vocabulary import WHOLE_VOCABULARY, Vocabulary
 
 CHUNK_TOKENS = 256  # float32 logits of 256 tokens over 128,256 words take 125 MiB
@@ -14,7 +16,7 @@ CHUNK_TOKENS = 256  # float32 logits of 256 tokens over 128,256 words take 125 M
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy_sum(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Table,
     targets: jax.Array,
     weights: jax.Array,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -43,7 +45,7 @@ def cross_entropy_sum(
 
 def _forward(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Table,
     targets: jax.Array,
     weights: jax.Array,
     chunk_tokens: int,
@@ -63,7 +65,7 @@ cross_entropy_sum.defvjp(_forward, _backward)
 
 def _over_chunks(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Table,
     targets: jax.Array,
     weights: jax.Array,
     chunk_tokens: int,
@@ -73,7 +75,6 @@ def _over_chunks(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the loss, and its gradient [T, D] if asked for."""
     tokens, width = hidden.shape
-    head = head.astype(hidden.dtype)
     words = vocabulary.words(head.shape[0])
     count = max(1, math.ceil(tokens / chunk_tokens))
     size = math.ceil(tokens / count)
@@ -84,8 +85,7 @@ def _over_chunks(
 
     def step(loss: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array | None]:
         hidden, targets, weights = map(vocabulary.gather, chunk)
-        logits = jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
-        logits = jnp.where(words >= 0, logits, -jnp.inf)
+        logits = jnp.where(words >= 0, tables.logits(hidden, head), -jnp.inf)
         largest = vocabulary.maximum(logits.max(axis=-1))
         log_total = largest + jnp.log(vocabulary.total(jnp.exp(logits - largest[:, None]).sum(axis=-1)))
         is_target = targets[:, None] == words
@@ -94,7 +94,7 @@ def _over_chunks(
         if not differentiate:
             return loss, None
         d_logits = weights[:, None] * (jnp.exp(logits - log_total[:, None]) - is_target)
-        d_hidden = jnp.einsum("tv,vd->td", d_logits.astype(hidden.dtype), head, preferred_element_type=jnp.float32)
+        d_hidden = tables.input_gradient(d_logits.astype(hidden.dtype), head)
         return loss, vocabulary.scatter_sum(d_hidden).astype(hidden.dtype)
 
     loss, d_hidden = jax.lax.scan(step, jnp.float32(0), tuple(map(chunked, (hidden, targets, weights))))

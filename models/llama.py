@@ -5,7 +5,7 @@ Attribute names are Hugging Face's module names, so a parameter's path is its te
 The layers' parameters are stacked on a leading axis and run in one `lax.scan`:
 
     Llama
-      model.embed_tokens.weight             [vocab, hidden]
+      model.embed_tokens.weight             [vocab, hidden], plain or quantised (models.tables)
       model.layers.self_attn.q_proj.weight  [L, out, in], stored in the chosen format
       model.layers.self_attn.q_proj.adapter.lora_A  [L, r, in]
       model.norm.weight                     [hidden]
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from models import tables
 from models.attention import attention, decode_attention
 from models.cache import KVCache
 from models.config import ModelConfig
@@ -33,6 +34,7 @@ from models.placement import LOCAL, Placement
 from models.remat import LAYER_INPUT, scan_layers
 from models.rope import apply_rope, rope_tables
 from models.stream import LayerInputs, StreamedLoop, rerun_layers, run_layers, stream_layers
+from models.tables import Table
 from models.vocabulary import look_up
 
 # Attends to q [B, Q, H, D], k and v [B, Q, KV, D] of the present tokens. The second result is whatever the caller
@@ -80,11 +82,11 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table [vocab, hidden]: of input embeddings, or of the output head."""
+    """A table [vocab, hidden]: of input embeddings, or of the output head; see `models.tables`."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, quantization: str, dtype: jnp.dtype):
         shape = (config.vocab_size, config.hidden_size)
-        self.weight = Frozen(jax.ShapeDtypeStruct(shape, dtype), axes=("vocab", "hidden"))
+        self.weight = Frozen(tables.abstract(quantization, shape, dtype), axes=tables.axes(quantization, shape))
 
 
 class SelfAttention(nnx.Module):
@@ -170,9 +172,9 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, stacked layers and final norm."""
 
-    def __init__(self, config: ModelConfig, *, quantization: str, dtype: jnp.dtype, ends: Ends):
+    def __init__(self, config: ModelConfig, *, quantization: str, embeddings: str, dtype: jnp.dtype, ends: Ends):
         embeds = ends.first or (ends.last and config.tie_embeddings)
-        self.embed_tokens = Embedding(config, dtype) if embeds else None
+        self.embed_tokens = Embedding(config, embeddings, dtype) if embeds else None
         self.layers = DecoderLayer(config, quantization=quantization, dtype=dtype, stack=(config.num_layers,))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if ends.last else None
 
@@ -190,14 +192,24 @@ class Llama(nnx.Module):
         *,
         quantization: str,
         dtype: jnp.dtype,
+        embeddings: str = "none",
         lora: LoRAConfig | None = None,
         ends: Ends = Ends(),
     ):
-        """Declare the model; `dtype` is that of computation and of the tables that are not quantised."""
+        """Declare the model.
+
+        Args:
+            config: its sizes.
+            quantization: how the linear layers' weights are held.
+            dtype: of computation, and of what is not quantised.
+            embeddings: how the embedding and the head are held.
+            lora: the adapters.
+            ends: what of it stands before and behind the layers.
+        """
         self.config, self.dtype, self.ends = config, dtype, ends
-        self.quantization, self.lora = quantization, lora
-        self.model = Decoder(config, quantization=quantization, dtype=dtype, ends=ends)
-        self.lm_head = Embedding(config, dtype) if ends.last and not config.tie_embeddings else None
+        self.quantization, self.embeddings, self.lora = quantization, embeddings, lora
+        self.model = Decoder(config, quantization=quantization, embeddings=embeddings, dtype=dtype, ends=ends)
+        self.lm_head = Embedding(config, embeddings, dtype) if ends.last and not config.tie_embeddings else None
         if lora is not None:
             for stream, (path, linear) in enumerate(linear_modules(self).items()):
                 if path in lora.targets:
@@ -209,14 +221,23 @@ class Llama(nnx.Module):
         The head that is tied to the embedding brings a copy of it.
         """
         config = replace(self.config, num_layers=num_layers)
-        return Llama(config, quantization=self.quantization, dtype=self.dtype, lora=self.lora, ends=ends)
+        return self._declared(config, self.embeddings, ends)
+
+    def with_embeddings(self, embeddings: str) -> "Llama":
+        """Declare this model with its embedding and head held in another way."""
+        return self if embeddings == self.embeddings else self._declared(self.config, embeddings, self.ends)
+
+    def _declared(self, config: ModelConfig, embeddings: str, ends: Ends) -> "Llama":
+        return Llama(
+            config, quantization=self.quantization, dtype=self.dtype, embeddings=embeddings, lora=self.lora, ends=ends
+        )
 
     @property
-    def head(self) -> jax.Array:
+    def head(self) -> Table:
         """The output head [vocab, hidden]."""
         table = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert table is not None, "only a part with the last layer has the head"
-        return table.weight[...]
+        return table.weight.get_value()
 
     def hidden_states(
         self,
@@ -382,7 +403,7 @@ class Llama(nnx.Module):
     def _embed(self, tokens: jax.Array, placement: Placement) -> jax.Array:
         """Look up the input of the first layer [B, S, hidden]."""
         assert self.model.embed_tokens is not None, "only a part with the first layer takes tokens"
-        return look_up(self.model.embed_tokens.weight[...], tokens, placement.vocabulary)
+        return look_up(self.model.embed_tokens.weight.get_value(), tokens, placement.vocabulary, self.dtype)
 
     def _run(
         self,

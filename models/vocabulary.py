@@ -5,6 +5,9 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from models import tables
+from models.tables import Table
+
 
 class Vocabulary(Protocol):
     """The rows of a table [V, D] that this device holds, and the group of devices that hold the others.
@@ -49,17 +52,17 @@ class WholeVocabulary:
 WHOLE_VOCABULARY = WholeVocabulary()
 
 
-def look_up(table: jax.Array, tokens: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """Return the rows of `table` for tokens [B, S], as [B, S, D]; without a gradient for the table.
+def look_up(table: Table, tokens: jax.Array, vocabulary: Vocabulary, dtype: jnp.dtype) -> jax.Array:
+    """Return the rows of `table` for tokens [B, S], as [B, S, D] of `dtype`; without a gradient for the table.
 
     Each device looks up what it holds for the tokens of its whole group; the sum over the group is exact, since all
     terms but one are zero.
     """
     if isinstance(vocabulary, WholeVocabulary):
-        return jnp.take(table, tokens, axis=0)
+        return tables.take(table, tokens, dtype)
     words = vocabulary.words(table.shape[0])
     wanted = vocabulary.gather(tokens)  # [peers * B, S]
     row = wanted - words[0]
     here = (row >= 0) & (row < table.shape[0])
-    rows = jnp.where(here[..., None], jnp.take(table, row, axis=0, mode="clip"), 0)
+    rows = jnp.where(here[..., None], tables.take(table, row, dtype), 0)
     return vocabulary.scatter_sum(rows)

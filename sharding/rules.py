@@ -22,9 +22,12 @@ RULES: dict[str, MeshAxes] = {
     "flat_parts": ("tensor", "fsdp"),
     "part": "tensor",
     "runs": None,
-    # Embedding and head.
+    # Embedding and head, and what a quantised row of theirs has of codes and scales.
     "vocab": ("fsdp", "tensor"),
     "hidden": None,
+    "codes": None,
+    "blocks": None,
+    "groups": None,
     # Error feedback of the gradient exchange: a residual a device.
     "devices": ("data", "fsdp", "tensor"),
 }

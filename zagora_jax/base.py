@@ -50,6 +50,10 @@ class BaseModel:
         """Whether the weights are random."""
         return self.checkpoint is None
 
+    def with_embeddings(self, embeddings: str) -> "BaseModel":
+        """Return the same model with its embedding and head held in another way."""
+        return replace(self, model=self.model.with_embeddings(embeddings))
+
     def fingerprint(self) -> str:
         """Return a short text that tells these weights from others, as `Checkpoint.fingerprint` does."""
         return f"{self.name} seed {self.seed}" if self.checkpoint is None else self.checkpoint.fingerprint()
@@ -102,6 +106,7 @@ def open_base(
     quantization: str,
     dtype: str,
     lora: LoraConfig | None,
+    embeddings: str = "none",
     seed: int = 0,
     quantized_cache: Path | None = None,
 ) -> BaseModel:
@@ -125,6 +130,7 @@ def open_base(
         raise UserError(f"{name}: {error}") from error
     if checkpoint is not None:
         check_tensors(checkpoint, model)
+    model = model.with_embeddings(embeddings)
     return BaseModel(name, checkpoint, model, quantization, jnp.dtype(dtype), seed, quantized_cache)
 
 

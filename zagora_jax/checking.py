@@ -120,6 +120,7 @@ class _Check:
             quantization=config.quantization,
             dtype=config.compute_dtype,
             lora=config.lora,
+            embeddings=config.embeddings,
             seed=config.seed,
         )
         if config.adapter is not None:

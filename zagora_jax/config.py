@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from zagora_jax.option_groups import (
     BalanceConfig,
     CommandConfig,
+    Embeddings,
     FilePath,
     FloatType,
     LoraConfig,
@@ -68,6 +69,11 @@ class TrainConfig(CommandConfig):
         "fitted: a little more exact and larger), int8 (8 bits) or none (in the type of computation). With nf4, a "
         "checkpoint that bitsandbytes has quantised already keeps its own numbers: nf4 or fp4, also those without "
         "double quantisation.",
+    )
+    embeddings: Embeddings = Field(
+        default="none",
+        description="How the input embedding and the output head are held: none (in the type of computation), int8 or "
+        "nf4, where memory is short: each row is quantised by itself. Merging takes the original ones.",
     )
     quantized_cache: QuantizedCacheFolder = Field(
         default="auto",

@@ -451,12 +451,12 @@ def describe_devices(mesh: Mesh) -> str:
 
 def _kind(path: Path, leaf_path: tuple) -> str:
     """Name the kind of a frozen array: what it is of its parameter."""
+    if path[-2] in ("embed_tokens", "lm_head"):
+        return "embeddings"
     field = leaf_path[-1].name if leaf_path else ""
     if field == "codes":
         return "codes"
-    if field:
-        return "scales"
-    return "embeddings" if path[-2] in ("embed_tokens", "lm_head") else "other weights"
+    return "scales" if field else "other weights"
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

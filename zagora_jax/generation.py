@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models import tables
 from models.cache import KVCache
 from models.llama import Llama
 from models.parameters import split
@@ -179,13 +180,13 @@ def _generate(
     end_ids = jnp.array(ends, jnp.int32)
 
     def choose(hidden: jax.Array, index: jax.Array | int) -> jax.Array:
-        logits = jnp.einsum("bd,vd->bv", hidden, model.head, preferred_element_type=jnp.float32)  # [B, V]
+        logits = tables.logits(hidden, model.head)  # [B, V]
         if greedy:
             return logits.argmax(-1).astype(jnp.int32)
         return jax.random.categorical(jax.random.fold_in(key, index), logits / temperature).astype(jnp.int32)
 
     def begin() -> Carry:
-        cache = KVCache.empty(model.config, batch, width + max_new_tokens, model.head.dtype)
+        cache = KVCache.empty(model.config, batch, width + max_new_tokens, model.dtype)
         positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
         hidden, cache = model.extend(tokens, positions, cache, 0, slot_positions)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]  # [B, hidden]

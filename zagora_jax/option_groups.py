@@ -35,6 +35,7 @@ Numbers = Annotated[
     BeforeValidator(_to_list, json_schema_input_type=float | list[float]),
 ]
 Quantization = Literal["nf4", "hqq", "int8", "none"]
+Embeddings = Literal["none", "int8", "nf4"]
 FloatType = Literal["bfloat16", "float16", "float32"]
 QuantizedCacheFolder = Annotated[
     Literal["auto", "off"] | FilePath,

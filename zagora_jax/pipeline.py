@@ -26,7 +26,7 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.devices import TAKES_LESS, memory_limit
 from zagora_jax.distribution import Distribution, describe_devices
 from zagora_jax.errors import UserError
-from zagora_jax.pipeline_frozen import PipelineDestination
+from zagora_jax.pipeline_frozen import NO_TABLE, PipelineDestination, look_up_on_host
 from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep, activations_held
 from zagora_jax.stage import Stage
 from zagora_jax.stage_programs import PipelineState, StagePrograms
@@ -90,7 +90,7 @@ class Pipeline:
                 f"found {', '.join(map(str, layers))}"
             )
         self.mesh, self.model, self.compression = mesh, model, compression
-        self.host_embedding, self._table = host_embedding, np.zeros((0, 0))
+        self.host_embedding, self._table = host_embedding, NO_TABLE
         self.stages = self.cut(layers)
 
     def cut(self, layers: Sequence[int], streamed: Sequence[int] | None = None) -> list[Stage]:
@@ -139,7 +139,7 @@ class Pipeline:
         """Return what the first stage takes beside tokens [M, S]: their embeddings, where those are on the host."""
         if not self.host_embedding:
             return None
-        return self.stages[0].send(np.take(self._table, tokens, axis=0))  # type: ignore[arg-type]
+        return self.stages[0].send(look_up_on_host(self._table, tokens, self.model.dtype))  # type: ignore[arg-type]
 
     def move(self, stages: list[Stage], state: PipelineState, frozen: nnx.State) -> PipelineState:
         """Take on a new cut, made by `cut`: `frozen` is changed in place, the new state is returned."""

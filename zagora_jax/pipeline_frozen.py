@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models import tables
 from models.parameters import Path, by_path
+from models.tables import QuantizedTable
 from zagora_jax.checkpoints.load import is_stacked
 from zagora_jax.stage import Stage
 from zagora_jax.streaming import StreamedDestination, StreamedFrozen
 
 EMBEDDING: Path = ("model", "embed_tokens", "weight")
+NO_TABLE: Any = np.zeros((0, 0))
 
 
 class PipelineDestination:
@@ -29,7 +33,7 @@ class PipelineDestination:
         """Make room."""
         self._stages = stages
         self._destinations = [stage.distribution.destination() for stage in stages]
-        self._host_embedding, self.embedding = host_embedding, np.zeros((0, 0))
+        self._host_embedding, self.embedding = host_embedding, NO_TABLE
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return every stage's stack of layers of a frozen parameter, without values yet."""
@@ -54,7 +58,7 @@ class PipelineDestination:
             return destination.whole(path, part)
 
         if self._host_embedding and path == EMBEDDING:
-            self.embedding = np.asarray(value)
+            self.embedding = jax.tree.map(np.asarray, value)
         return tuple(map(of_stage, self._stages, self._destinations))
 
     def loaded(self, parameters: nnx.State) -> Any:
@@ -64,6 +68,17 @@ class PipelineDestination:
             for destination in self._destinations
         ]
         return parameters if all(own is None for own in waiting) else StreamedFrozen(parameters, waiting)
+
+
+def look_up_on_host(table: Any, tokens: np.ndarray, dtype: jnp.dtype) -> np.ndarray | jax.Array:
+    """Return the rows of a table on the host for tokens [M, S]; of a quantised one they come from the device."""
+    rows = jax.tree.map(lambda leaf: np.take(leaf, tokens.reshape(-1), axis=0), table)
+    if isinstance(rows, QuantizedTable):
+        rows = _dequantize(rows, dtype)
+    return rows.reshape(*tokens.shape, -1)
+
+
+_dequantize = jax.jit(tables.dequantize, static_argnums=1)
 
 
 def frozen_of_stages(frozen: Any, stages: Sequence[Stage]) -> list[Any]:

@@ -96,6 +96,7 @@ class _Run:
             quantization=config.quantization,
             dtype=config.compute_dtype,
             lora=config.lora,
+            embeddings=config.embeddings,
             seed=config.seed,
             quantized_cache=config.quantized_folder,
         )
@@ -212,7 +213,8 @@ class _Run:
             "model": f"{self.base.name} ({total / 1e6:,.1f} M parameters)"
             + (", output head tied to the embedding" if self.base.model.config.tie_embeddings else "")
             + (", SYNTHETIC" if self.base.synthetic else ""),
-            "weights": f"{self.base.quantization}, {frozen_bytes / GIB:.2f} GiB",
+            "weights": f"{self.base.quantization}, {frozen_bytes / GIB:.2f} GiB"
+            + ("" if config.embeddings == "none" else f", embedding and head {config.embeddings}"),
             "adapter": ("" if config.adapter is None else f"going on from {config.adapter}, ")
             + f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
             "adapted": f"{len(modules)} modules: {names}",

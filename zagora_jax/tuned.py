@@ -24,7 +24,7 @@ from zagora_jax.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_OPTIONS = {"quantization", "lora"}
+ADAPTER_OPTIONS = {"quantization", "embeddings", "lora"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def open_tuned(path: Path, step: int | None = None) -> TunedModel:
             quantization=config.quantization,
             dtype=config.compute_dtype,
             lora=config.lora,
+            embeddings=config.embeddings,
             seed=config.seed,
             quantized_cache=config.quantized_folder,
         )

@@ -40,7 +40,9 @@ def test_each_device_has_a_range_of_words_and_padding_behind_the_last() -> None:
 def test_words_are_looked_up_wherever_they_lie() -> None:
     table = draw(WORDS, WIDTH)
     tokens = np.random.default_rng(1).integers(0, WORDS, (DEVICES, 2, TOKENS)).astype(np.int32)
-    found = on_devices(lambda rows, tokens: look_up(rows, tokens, VOCABULARY), np.nan_to_num(parts(table)), tokens)
+    found = on_devices(
+        lambda rows, tokens: look_up(rows, tokens, VOCABULARY, jnp.float32), np.nan_to_num(parts(table)), tokens
+    )
     np.testing.assert_array_equal(found, table[tokens])
 
 

@@ -22,7 +22,8 @@ from zagora_jax.tuned import open_tuned
 @pytest.fixture
 def run(tmp_path):
     model = tiny_llama(tmp_path / "model")
-    return finished_run(tmp_path / "run", tiny_config(model, tmp_path / "run", tmp_path / "rows.jsonl"))
+    config = tiny_config(model, tmp_path / "run", tmp_path / "rows.jsonl", embeddings="int8")
+    return finished_run(tmp_path / "run", config)
 
 
 def values(adapters):
@@ -31,6 +32,7 @@ def values(adapters):
 
 def test_the_newest_adapter_is_loaded(run):
     tuned = open_tuned(run.path)
+    assert tuned.base.model.embeddings == "int8"
     tensors, _ = read_adapter(run.adapter)
     (stack,) = (
         variable.get_value()
@@ -111,7 +113,11 @@ def save_state(run, adapters, step):
 
 @pytest.mark.parametrize(
     ("name", "before", "now"),
-    [("quantization", "quantization: nf4", "quantization: none"), ("lora", "alpha: 32", "alpha: 64")],
+    [
+        ("quantization", "quantization: nf4", "quantization: none"),
+        ("embeddings", "embeddings: int8", "embeddings: none"),
+        ("lora", "alpha: 32", "alpha: 64"),
+    ],
 )
 @pytest.mark.parametrize("step", [None, 5])
 def test_a_config_that_was_edited_by_hand_is_refused(run, step, name, before, now):

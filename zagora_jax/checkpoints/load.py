@@ -18,10 +18,11 @@ from flax import nnx
 from models.llama import Llama
 from models.parameters import Frozen, Path, by_path
 from models.quantization import is_quantized
+from models.tables import QuantizedTable
 from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
 from zagora_jax.checkpoints.huggingface import describe_unexpected
 from zagora_jax.checkpoints.read_ahead import read_ahead
-from zagora_jax.checkpoints.reading import DamagedCacheError, Reading, SourceReading
+from zagora_jax.checkpoints.reading import DamagedCacheError, Reading, SourceReading, TableReading
 from zagora_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -203,7 +204,8 @@ class _Loading:
         destination: Destination,
         cache: "QuantizedCache | None",
     ):
-        self.checkpoint, self.quantization, self.on_tensor = checkpoint, quantization, on_tensor
+        self.checkpoint, self.on_tensor = checkpoint, on_tensor
+        self.quantization, self.embeddings = quantization, model.embeddings
         self.destination, self.cache = destination, cache
         self.declared = by_path(nnx.state(model, Frozen))
         self.expected = expected_tensors(model)
@@ -239,6 +241,8 @@ class _Loading:
 
     def _from_source(self, name: str) -> Reading:
         stored = self.declared[self.expected[name].path].get_value()
+        if isinstance(stored, QuantizedTable):
+            return TableReading(self.checkpoint, name, self.embeddings)
         form = self.quantization if is_quantized(stored) else stored.dtype
         return SourceReading(self.checkpoint, name, form, hashes=self.cache is not None)
 
@@ -272,10 +276,10 @@ class _Loading:
             return
         reading, value, is_finite = self.unsettled
         self.unsettled = None
-        if isinstance(reading, SourceReading):
+        if is_finite is not None:
             _require_finite(self.checkpoint, reading.name, is_finite)
-            if writer is not None:
-                writer.add(reading.name, value, reading.digests)
+        if writer is not None and isinstance(reading, SourceReading):
+            writer.add(reading.name, value, reading.digests)
         self.on_tensor(math.prod(self.expected[reading.name].shape))
 
 
@@ -289,7 +293,7 @@ def set_layer(stack: Any, value: Any, layer: int | jax.Array) -> Any:
     return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, value)
 
 
-def _require_finite(checkpoint: Checkpoint, name: str, is_finite: jax.Array | None) -> None:
+def _require_finite(checkpoint: Checkpoint, name: str, is_finite: jax.Array) -> None:
     """Refuse a tensor that holds an infinity or NaN."""
     if not is_finite:
         raise UserError(

@@ -176,7 +176,9 @@ class QuantizedCache:
         """Tell whether anything is quantised at all: else the model's own files are read as fast."""
         declared = by_path(nnx.state(model, Frozen))
         return any(
-            is_quantized(declared[tensor.path].get_value()) and checkpoint.format_of(name) != quantization
+            tensor.layer is not None
+            and is_quantized(declared[tensor.path].get_value())
+            and checkpoint.format_of(name) != quantization
             for name, tensor in expected_tensors(model).items()
         )
 

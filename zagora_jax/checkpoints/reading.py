@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
+from models import tables
 from models.quantization import quantize
+from models.tables import QuantizedTable
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.read_ahead import row_pieces
 
@@ -90,6 +92,29 @@ class SourceReading:
         return value, _all_finite([leaf for leaf in jax.tree.leaves(value) if leaf.dtype == jnp.float32])
 
 
+class TableReading:
+    """A table of words whose rows are quantised as they come, so that it is never whole in 16 bits; see `Reading`."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, form: str):
+        """Prepare to read the tensor `name` of `checkpoint` in a key of FORMATS."""
+        self.name, self.form = name, form
+        self.info = checkpoint.tensors[name]
+        pieces = row_pieces(self.info.shape, self.info.dtype.itemsize)
+        self.jobs = [partial(checkpoint.read_rows, name, start, stop) for start, stop in pieces]
+
+    def finish(self, results: Iterator[Any]) -> tuple[QuantizedTable, jax.Array]:
+        """See `Reading`."""
+        are_finite = []
+
+        def parts() -> Iterator[QuantizedTable]:
+            for rows in results:
+                part, is_finite = _store_rows(rows, self.form)
+                are_finite.append(is_finite)
+                yield part
+
+        return tables.joined(parts(), self.info.shape[0]), jnp.stack(are_finite).all()
+
+
 def assembled(pieces: Iterator[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | jax.Array:
     """Put pieces along the first axis together: on the device, as they come, where there are several."""
     first = next(pieces)
@@ -116,6 +141,12 @@ def digest(array: np.ndarray) -> str:
 @jax.jit
 def _all_finite(arrays: list[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
+
+
+@partial(jax.jit, static_argnums=1)
+def _store_rows(rows: jax.Array, form: str) -> tuple[QuantizedTable, jax.Array]:
+    """Quantise rows of a table; also tell whether all of them are finite."""
+    return tables.quantize(form, rows), jnp.isfinite(rows).all()
 
 
 @partial(jax.jit, static_argnums=1)

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models import tables
 from models.llama import Llama
 from models.parameters import Frozen, Path, by_path
 from models.quantization import is_quantized, nf4, quantize
 from models.quantization.nf4 import NF4Tensor
+from models.tables import QuantizedTable
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, is_stacked
 from zagora_jax.errors import UserError
@@ -52,7 +54,8 @@ def synthetic_frozen(model: Llama, seed: int, destination: Destination = ONE_DEV
         if is_stacked(path):
             value = _draw_stack(stored, path, key, model.quantization, destination)
         else:
-            value = destination.whole(path, _draw(stored, path, key, model.quantization))
+            form = model.embeddings if isinstance(stored, QuantizedTable) else model.quantization
+            value = destination.whole(path, _draw(stored, path, key, form))
         drawn.append((path, variable.replace(value)))
     return nnx.from_flat_state(drawn)
 
@@ -70,6 +73,8 @@ def _draw_stack(declared: Any, path: Path, key: jax.Array, quantization: str, de
 def _draw(declared: Any, path: Path, key: jax.Array, quantization: str) -> Any:
     if "norm" in path[-2]:
         return jnp.ones(declared.shape, declared.dtype)
+    if isinstance(declared, QuantizedTable):
+        return _draw_table(key, declared.shape, quantization)
     if isinstance(declared, NF4Tensor):
         return _draw_nf4(declared, key)
     if is_quantized(declared):
@@ -97,6 +102,19 @@ def _draw_bytes(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
     count = math.prod(shape)
     words = jax.random.bits(key, (-(-count // 4),), jnp.uint32)
     return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:count].reshape(shape)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _draw_table(key: jax.Array, shape: tuple[int, int], quantization: str) -> QuantizedTable:
+    """Draw a table of words, some rows at a time."""
+    rows, width = shape
+    together = math.gcd(rows, ROWS_DRAWN_TOGETHER)
+
+    def block(key: jax.Array) -> QuantizedTable:
+        return tables.quantize(quantization, jax.random.normal(key, (together, width)) * STANDARD_DEVIATION)
+
+    drawn = jax.lax.map(block, jax.random.split(key, rows // together))
+    return jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:]), drawn)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -29,6 +29,7 @@ def compile_planned(config: TrainConfig, mesh: Mesh, base: BaseModel | None = No
     base = base or open_base(
         config.model, quantization=config.quantization, dtype=config.compute_dtype, lora=config.lora, seed=config.seed
     )
+    base = base.with_embeddings(config.embeddings)
     arrangement = arrange(config, base.model, mesh)
     # The number of steps is a constant of the program, whose size does not depend on it.
     steps = config.max_steps or config.warmup_steps + 1

@@ -59,7 +59,9 @@ class Shapes:
         """Return what the step's arguments take of each device, the batch left out: for each stage, if in stages."""
         exchange = (config.gradient_compression, config.gradient_exchange)
         axes, optimizer = tuple(mesh_shape(config).items()), (config.optimizer, config.offload.optimizer)
-        of_streams = functools.partial(self._arguments, optimizer, config.compute_dtype, exchange, axes)
+        of_streams = functools.partial(
+            self._arguments, config.embeddings, optimizer, config.compute_dtype, exchange, axes
+        )
         streams, layers = self.streams(config), self.layers(config)
         if len(layers) > 1 or streams[0] is None or (resident := layers[0] - streams[0].streamed_layers) == 0:
             return of_streams(streams, layers)
@@ -110,6 +112,7 @@ class Shapes:
 
     def _arguments_of(
         self,
+        embeddings: str,
         optimizer: tuple[str, bool],
         dtype: str,
         exchange: tuple[str, str],
@@ -118,7 +121,7 @@ class Shapes:
         layers: tuple[int, ...],
     ) -> tuple[Arguments, ...]:
         name, on_host = optimizer
-        model, whole = self.base.model, self._state(name, dtype)
+        model, whole = self.base.model.with_embeddings(embeddings), self._state(name, dtype)
         if len(layers) == 1:
             mesh = _abstract(dict(axes))
             return (_held(Distribution(mesh, model, *exchange, streams[0], moments_on_host=on_host), whole),)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+from models import tables
 from models.parameters import by_path, split
 from models.quantization import nf4
 from zagora_jax.base import open_base
@@ -28,8 +29,8 @@ def model(directory, edit=lambda tensors: None, **config):
     return directory
 
 
-def opened(directory, quantization="none", dtype="float32"):
-    return open_base(str(directory), quantization=quantization, dtype=dtype, lora=None)
+def opened(directory, quantization="none", dtype="float32", embeddings="none"):
+    return open_base(str(directory), quantization=quantization, dtype=dtype, lora=None, embeddings=embeddings)
 
 
 def loaded(directory, **options):
@@ -152,6 +153,28 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, name, number):
 
     with pytest.raises(UserError, match=rf"model\.safetensors: tensor {name} holds numbers that are not finite"):
         loaded(model(tmp_path, spoil), quantization="nf4")
+
+
+@pytest.mark.parametrize("embeddings", ["int8", "nf4"])
+def test_tables_are_quantised_row_by_row_as_they_come(tmp_path, monkeypatch, embeddings):
+    monkeypatch.setattr("zagora_jax.checkpoints.read_ahead.PIECE_BYTES", 10_000)  # of 320 rows of 256 bytes
+    directory = model(tmp_path)
+    stored = safetensors.numpy.load_file(directory / "model.safetensors")
+    found = loaded(directory, dtype="bfloat16", embeddings=embeddings)
+    for name in (EMBEDDING, HEAD):
+        jax.tree.map(np.testing.assert_array_equal, found[name], tables.quantize(embeddings, stored[name]))
+    assert found["model.norm.weight"].dtype == jnp.float32
+    tied = loaded(model(tmp_path / "tied", tie_word_embeddings=True), embeddings=embeddings)
+    assert isinstance(tied[EMBEDDING], tables.QuantizedTable)
+    assert HEAD not in tied
+
+
+def test_rows_that_are_not_finite_are_refused(tmp_path):
+    def spoil(tensors):
+        tensors[HEAD][7, 3] = np.inf
+
+    with pytest.raises(UserError, match=rf"tensor {HEAD} holds numbers that are not finite"):
+        loaded(model(tmp_path, spoil), embeddings="int8")
 
 
 def test_a_tied_head_is_the_embedding(tmp_path):

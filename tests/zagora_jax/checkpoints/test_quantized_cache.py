@@ -45,9 +45,16 @@ def copied(model, tmp_path):
     return Path(shutil.copytree(model, tmp_path / "copy"))
 
 
-def load(model, cache, *, quantization="nf4", dtype="bfloat16"):
+def load(model, cache, *, quantization="nf4", dtype="bfloat16", embeddings="none"):
     """Load a model; returns its arrays and what was said, once all is written."""
-    base = open_base(str(model), quantization=quantization, dtype=dtype, lora=None, quantized_cache=cache)
+    base = open_base(
+        str(model),
+        quantization=quantization,
+        dtype=dtype,
+        lora=None,
+        embeddings=embeddings,
+        quantized_cache=cache,
+    )
     said: list[str] = []
     frozen = base.load(say=said.append)
     wait_for_writing()
@@ -337,6 +344,6 @@ def test_what_is_quantised_here_is_kept_whatever_the_files_are(tmp_path):
 
 
 def test_unquantised_models_are_not_kept(model, tmp_path):
-    _, said = load(model, tmp_path / "cache", quantization="none")
+    _, said = load(model, tmp_path / "cache", quantization="none", embeddings="int8")
     assert not said
     assert not (tmp_path / "cache").exists()
