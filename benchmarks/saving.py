@@ -11,38 +11,43 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 from zagora_jax import trainer
 from zagora_jax.command_line import parse
 from zagora_jax.config import TrainConfig
+from zagora_jax.saving import Saver
 
 STEPS, SAVE_EVERY = 24, 4
 
 
 def measure(config: TrainConfig) -> dict[str, float]:
     """Train as `config` says, and return milliseconds (and the state's MiB)."""
-    run = trainer._Run(config, trainer.Reporter())
-    begin_to_save, calls = run._save, []
+    begin_to_save, calls = Saver.save, {}
 
-    def timed(*args):
+    def timed(saver, state):
         started = time.perf_counter()
-        begin_to_save(*args)
-        calls.append(1e3 * (time.perf_counter() - started))
+        begin_to_save(saver, state)
+        calls[saver._saved] = 1e3 * (time.perf_counter() - started)
 
-    run._save = timed
-    run.train()
+    with patch.object(Saver, "save", timed):
+        trainer.train(config)
     lines = [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
     # Of the first steps, and of the last, whose save waits for the one before, nothing is counted.
-    seconds = {line["step"]: 1e3 * line["seconds"] for line in lines if SAVE_EVERY < line["step"] < STEPS}
-    after = [value for step, value in seconds.items() if step % SAVE_EVERY == 1]
-    others = [value for step, value in seconds.items() if step % SAVE_EVERY != 1]
+    counted = range(SAVE_EVERY, STEPS)
+    seconds = {line["step"]: 1e3 * line["seconds"] for line in lines if line["step"] - 1 in counted}
+    after = [value for step, value in seconds.items() if step - 1 in calls]
+    others = [value for step, value in seconds.items() if step - 1 not in calls]
+    saves = [value for step, value in calls.items() if step in counted]
     newest = max((config.output / "checkpoints").iterdir(), key=lambda path: int(path.name))
     return {
         "state_mib": sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 2**20,
         "step_ms": statistics.median(others),
         "step_after_save_ms": statistics.median(after),
-        "call_ms": statistics.median(calls[1:-1]),
-        "stall_ms": statistics.median(calls[1:-1]) + max(0.0, statistics.median(after) - statistics.median(others)),
+        "saves": len(saves),
+        "put_off": sum("save_put_off" in line for line in lines),
+        "call_ms": statistics.median(saves),
+        "stall_ms": statistics.median(saves) + max(0.0, statistics.median(after) - statistics.median(others)),
     }
 
 

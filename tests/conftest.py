@@ -65,6 +65,16 @@ def _few_compiled_programs() -> Iterator[None]:
         jax.clear_caches()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _saves_in_time() -> Iterator[None]:
+    """Tiny steps are over before the disk is: so that each run saves the same steps, training waits for it."""
+    from runs import saves_in_time
+
+    with pytest.MonkeyPatch.context() as patch:
+        saves_in_time(patch.setattr)
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, fetched into .cache on first use."""

@@ -10,7 +10,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -18,16 +19,21 @@ from typing import Any
 
 from rich.console import Console
 
+from zagora_jax.checkpoints.background import BackgroundWriter
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 
 # The moments of a run are the calls of these, described as "5: rename OLD NEW", the lines of metrics, as "7: metrics
-# STEP", and the beginnings of a training's parts, as "3: part _load".
+# STEP", the beginnings of a training's parts, as "3: part _load", what the threads beside it do, as "4: read TENSOR" or
+# "5: batch STEP", and the calls of the compiled step, as "6: step STEP".
 FILE_OPERATIONS = ("rename", "replace", "fsync", "mkdir", "rmdir")
 PARTS = ("_compile_step", "_load", "_initial_state", "_compile_evaluation", "_evaluate", "_step")
+# For runs that hang: seconds in the place of half a minute or more.
+SHORT_LIMITS = {"NAMED_AFTER": 1.0, "ENDED_AFTER": 6.0, "SLOW_NAMED_AFTER": 1.0, "SLOW_ENDED_AFTER": 6.0}
 TIMEOUT = 600  # seconds
 INTERRUPTED = 3  # the exit status of a child that ends with KeyboardInterrupt
 
@@ -90,9 +96,24 @@ def recorder() -> tuple[Reporter, Callable[[], str]]:
     return Reporter(console), console.file.getvalue  # type: ignore[attr-defined]
 
 
+def saves_in_time(patch: Callable[[type, str, Callable], None] = setattr) -> None:
+    """Let no save be put off: a step that is to be saved waits for the save before."""
+
+    def is_busy(self: BackgroundWriter) -> bool:
+        wait([] if self._job is None else [self._job])
+        return False
+
+    patch(BackgroundWriter, "is_busy", is_busy)
+
+
+def remains(run: Path) -> list[Path]:
+    """What broken writes have left."""
+    return [path for path in run.rglob(".*") if re.search(r"\.tmp$|\.saving|\.removed$", path.name)]
+
+
 def numbers(run: Path) -> list[dict[str, Any]]:
     """A run's metrics, without those that are never the same twice."""
-    timed = {"seconds", "tokens_per_second", "peak_memory_gib"}
+    timed = {"seconds", "tokens_per_second", "peak_memory_gib", "save_put_off"}
     return [
         {name: value for name, value in line.items() if name not in timed}
         for line in read_metrics(run / "metrics.jsonl")
@@ -101,10 +122,13 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Break:
-    """So many seconds after the first moment that a regular expression matches, a signal is sent."""
+    """So many seconds after the first moment that a regular expression matches, a signal is sent.
+
+    Where there is none, the thread hangs there.
+    """
 
     moment: str
-    by: signal.Signals
+    by: signal.Signals | None
     seconds: float = 0.0
 
 
@@ -138,13 +162,27 @@ class Child:
 
     def kill(self, config: TrainConfig | ExportConfig, number: int, seconds: float) -> bool:
         """Kill the process so long after the moment of that number; tells whether it was not at its end by then."""
-        exitcode, finished = self._run(config, Break(f"^{number}: ", signal.SIGKILL, seconds))
+        exitcode, finished = self._run(config, Break(f"^{number}: ", signal.SIGKILL, seconds), all_saves=False)
         assert (exitcode, finished is None) in ((0, False), (-signal.SIGKILL, True), (-signal.SIGKILL, False))
         return finished is None
 
-    def _run(self, config: TrainConfig | ExportConfig, end: Break | None = None) -> tuple[int | None, Finished | None]:
+    def hang(self, config: TrainConfig, moment: str) -> tuple[int | None, str]:
+        """Train until a thread hangs at the first moment that the regular expression matches: status, errors."""
+        errors = self._folder / "errors.txt"
+        exitcode, _ = self._run(config, Break(moment, None), errors)
+        return exitcode, errors.read_text()
+
+    def _run(
+        self,
+        config: TrainConfig | ExportConfig,
+        end: Break | None = None,
+        errors: Path | None = None,
+        *,
+        all_saves: bool = True,
+    ) -> tuple[int | None, Finished | None]:
+        """Return the exit status and what came of it; `all_saves` lets no save be put off."""
         receiver, sender = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_work, args=(config, self._folder, end, sender))
+        process = self._context.Process(target=_work, args=(config, self._folder, end, sender, errors, all_saves))
         process.start()
         sender.close()
         if not receiver.poll(TIMEOUT):
@@ -158,7 +196,14 @@ class Child:
         return process.exitcode, finished
 
 
-def _work(config: TrainConfig | ExportConfig, compiled: Path, end: Break | None, sender: Any) -> None:
+def _work(
+    config: TrainConfig | ExportConfig,
+    compiled: Path,
+    end: Break | None,
+    sender: Any,
+    errors: Path | None,
+    all_saves: bool,
+) -> None:
     import jax
 
     jax.config.update("jax_enable_compilation_cache", True)
@@ -166,9 +211,15 @@ def _work(config: TrainConfig | ExportConfig, compiled: Path, end: Break | None,
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-    from zagora_jax import exporter, trainer
+    from zagora_jax import exporter, hanging, trainer
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it runs in the background
+    if all_saves:
+        saves_in_time()
+    if errors is not None:
+        sys.stderr = errors.open("w")
+        for name, seconds in SHORT_LIMITS.items():
+            setattr(hanging, name, seconds)
     moments = _record_moments(end)
     reporter, printed = recorder()
     try:
@@ -178,12 +229,19 @@ def _work(config: TrainConfig | ExportConfig, compiled: Path, end: Break | None,
             exporter.export(config, reporter)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(hanging.leave(hanging.FAILED))
     sender.send(Finished(moments, printed()))
+    hanging.leave(0)
 
 
 def _record_moments(end: Break | None) -> list[str]:
     """Make the process send itself a signal at the given moment; returns the list that moments are put in."""
     from zagora_jax import trainer
+    from zagora_jax.checkpoints.huggingface import HuggingFaceCheckpoint
+    from zagora_jax.data.batches import Batches
+    from zagora_jax.distribution import SpreadStep
 
     moments: list[str] = []
 
@@ -191,7 +249,9 @@ def _record_moments(end: Break | None) -> list[str]:
         moments.append(f"{len(moments)}: {description}")
         if end is None or not re.search(end.moment, moments[-1]):
             return
-        if end.seconds:
+        if end.by is None:
+            threading.Event().wait()
+        elif end.seconds:
             threading.Timer(end.seconds, os.kill, (os.getpid(), end.by)).start()
         else:
             os.kill(os.getpid(), end.by)
@@ -204,23 +264,22 @@ def _record_moments(end: Break | None) -> list[str]:
 
         return call
 
-    def part_recorded(name: str, function: Callable) -> Callable:
+    def method_recorded(owner: type, name: str, describe: Callable[..., str]) -> None:
+        function = getattr(owner, name)
+
         @wraps(function)
         def call(*args: Any) -> Any:
-            record(f"part {name}")
+            record(describe(*args[1:]))
             return function(*args)
 
-        return call
+        setattr(owner, name, call)
 
     for name in FILE_OPERATIONS:
         setattr(os, name, recorded(name, getattr(os, name)))
     for name in PARTS:
-        setattr(trainer._Run, name, part_recorded(name, getattr(trainer._Run, name)))
-    write = MetricsFile.write
-
-    def write_metrics(self: MetricsFile, entry: Mapping[str, Any]) -> None:
-        record(f"metrics {entry['step']}")
-        write(self, entry)
-
-    MetricsFile.write = write_metrics  # type: ignore[method-assign]
+        method_recorded(trainer._Run, name, lambda *_, name=name: f"part {name}")
+    method_recorded(MetricsFile, "write", lambda entry: f"metrics {entry['step']}")
+    method_recorded(HuggingFaceCheckpoint, "read_rows", lambda tensor, *_: f"read {tensor}")
+    method_recorded(Batches, "at", lambda step: f"batch {step + 1}")
+    method_recorded(SpreadStep, "__call__", lambda state, *_: f"step {int(state.step) + 1}")
     return moments

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zagora_jax.config_file import read_file, read_list, read_scalar
 from zagora_jax.errors import UserError
+from zagora_jax.hanging import FAILED, leave
 from zagora_jax.interruption import STOPPED, Interrupted, interruptible
 from zagora_jax.option_groups import CommandConfig
 from zagora_jax.options import COMMAND_LINE, C, Given, Option, build, nearest, options_of
@@ -27,13 +28,14 @@ def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
     os.umask(os.umask(0) | 0o002)  # no file is writable for everybody
     with interruptible():
         try:
-            return main(parse(config_class, sys.argv[1:])) or 0
+            status = main(parse(config_class, sys.argv[1:])) or 0
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
+            status = FAILED
         except Interrupted as signal:
             print(f"{signal}: stopped; nothing is lost, nothing half written", file=sys.stderr)
-            return STOPPED
+            status = STOPPED
+    return leave(status)
 
 
 def parse(config_class: type[C], arguments: Sequence[str]) -> C:

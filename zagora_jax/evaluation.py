@@ -17,6 +17,7 @@ from zagora_jax.data.batches import Batch, Batches
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.devices import choose_mesh
 from zagora_jax.errors import UserError
+from zagora_jax.hanging import Pace
 from zagora_jax.host_memory import allow_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.option_groups import MeshConfig
@@ -53,10 +54,12 @@ def evaluate(step: EvaluationStep, adapters: Any, batches: Iterable[Batch]) -> E
         Interrupted: a signal asked the process to end.
     """
     total, weight, count = 0.0, 0.0, 0
-    for batch in batches:
+    pace = Pace()
+    for number, batch in enumerate(batches, start=1):
         interruption.check()
-        batch_total, batch_weight = step(adapters, batch)
-        total, weight = total + float(batch_total), weight + float(batch_weight)
+        with pace.watched(f"evaluation, batch {number}"):
+            batch_total, batch_weight = map(float, step(adapters, batch))
+        total, weight = total + batch_total, weight + batch_weight
         count += int(np.count_nonzero(batch.weights))
     if not count:
         raise ValueError("no supervised token in the evaluation data")

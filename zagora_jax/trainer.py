@@ -32,6 +32,7 @@ from zagora_jax.data.prepare import evaluation_batches, training_batches
 from zagora_jax.devices import limit_memory
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
+from zagora_jax.hanging import Pace
 from zagora_jax.host_memory import allow_pinned_memory, require_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
@@ -43,6 +44,7 @@ from zagora_jax.residency import settle_streaming
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
+from zagora_jax.saving import Saver
 from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.train_state import TrainState, initial_state
 
@@ -115,6 +117,10 @@ class _Run:
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
         self.saved = find_saved(self.directory, config, self.progress, self.iterator, reporter.say)
         self.first_step = 0 if self.saved is None else self.saved.step
+        self.pace = Pace(
+            "A device, its driver or the link to another one does not answer. The steps up to the last saved one, in "
+            f"{self.directory.checkpoints}, stand: the same command with --resume goes on from there"
+        )
         self._check_profiled_step()
 
     def _check_profiled_step(self) -> None:
@@ -330,39 +336,39 @@ class _Run:
         missing: dict[str, Any] = {}
         if measure and first and self._evaluates(first) and "eval_loss" not in before[-1]:
             missing = {"eval_loss": measure(state).loss}
-        unsaved = False
         with (
             interruption.saving_first(config.stop_grace),
             MetricsFile(self.directory.metrics, after_step=first, missing=missing) as metrics_file,
             self.reporter.training(last, first, config.log_every) as bar,
             BackgroundWriter() as background,
         ):
+            prepare = partial(self._prepare_save, states, metrics_file)
+            saver = Saver(prepare, background, self.reporter.say, first_step=first, every=config.save_every)
             if first:
                 self._save_adapter(self.arrangement.whole_state(state, self.state_shapes))
-            for number in range(first + 1, last + 1):
-                background.raise_if_failed()
-                with self._profiling(number):
-                    state, metrics = self._step(lambda state, batch: compiled(state, frozen, batch), state, number)
-                if number == last:
-                    state, left = compiled.finish(state)
-                    metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
-                metrics |= skipped.after(metrics)
-                if measure and self._evaluates(number):
-                    with suppress(interruption.Interrupted):  # then the state is saved, and evaluated on resumption
-                        metrics["eval_loss"] = measure(state).loss
-                metrics_file.write(metrics)
-                bar.step(metrics)
-                skipped.stop_if_diverged(metrics, self.directory.checkpoints)
-                # The first step is saved too: that saving works, and can be read back, is known within minutes. A state
-                # amid skipped steps may be the last of a run that diverges: it takes no good one's place.
-                unsaved |= number == first + 1 or number % config.save_every == 0
-                stopping = number == last or interruption.requested()
-                if stopping or (unsaved and not skipped.in_a_row):
-                    self._save(states, metrics_file, background, state)
-                    unsaved = False
-                if stopping:
-                    break
-        self.directory.update_report({"skipped_updates": skipped.total})
+            with saver.rescuing(lambda: state):
+                for number in range(first + 1, last + 1):
+                    background.raise_if_failed()
+                    with self._profiling(number):
+                        state, metrics = self._step(lambda state, batch: compiled(state, frozen, batch), state, number)
+                    if number == last:
+                        state, left = compiled.finish(state)
+                        metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
+                    metrics |= skipped.after(metrics)
+                    metrics |= saver.after(number, is_good=not skipped.in_a_row)
+                    try:
+                        if measure and self._evaluates(number):
+                            with suppress(interruption.Interrupted):  # then it is evaluated on resumption
+                                metrics["eval_loss"] = measure(state).loss
+                    finally:
+                        metrics_file.write(metrics)
+                    bar.step(metrics)
+                    skipped.stop_if_diverged(metrics, self.directory.checkpoints)
+                    if number == last or interruption.requested():
+                        saver.save(state)
+                        break
+                    saver.save_if_due(state)
+        self.directory.update_report({"skipped_updates": skipped.total, "saves_put_off": saver.put_off})
         return state
 
     @contextmanager
@@ -384,8 +390,9 @@ class _Run:
         started = time.perf_counter()
         batch = next(self.iterator)
         try:
-            state, numbers = step(state, batch)
-            metrics = {name: value.item() for name, value in jax.device_get(numbers).items()}
+            with self.pace.watched(f"step {number}"):
+                state, numbers = step(state, batch)
+                metrics = {name: value.item() for name, value in jax.device_get(numbers).items()}
         except jax.errors.JaxRuntimeError as error:
             raise UserError(
                 f"step {number}: a device failed: {str(error).strip().splitlines()[0]:.500}. The steps up to the last "
@@ -401,10 +408,8 @@ class _Run:
             "peak_memory_gib": peak_memory_gib(),
         }
 
-    def _save(
-        self, states: StateWriter, metrics_file: MetricsFile, background: BackgroundWriter, state: TrainState
-    ) -> None:
-        """Begin to save `state`, whose arrays the next step may reuse."""
+    def _prepare_save(self, states: StateWriter, metrics_file: MetricsFile, state: TrainState) -> Callable[[], None]:
+        """Copy `state`, whose arrays the next step may reuse, and return what writes the copy."""
         of_state = copy_to_host(state)
         arrangement = copy(self.arrangement)  # as it is now: layers may move to other stages in the next step
         progress = asdict(replace(self.progress, data=self.iterator.get_state()))
@@ -418,7 +423,7 @@ class _Run:
             pending = whole.pending is not None and bool(whole.pending.usable)
             states.save(whole, {**progress, "pending": pending})
 
-        background.submit(write)
+        return write
 
     def _save_adapter(self, whole: TrainState) -> None:
         save_adapter(

@@ -3,13 +3,12 @@
 import hashlib
 import json
 import random
-import re
 import shutil
 import signal
 
 import pytest
 from oracles import tiny_llama
-from runs import Child, numbers, recorder, tiny_config, write_rows
+from runs import Child, numbers, recorder, remains, tiny_config, write_rows
 
 from zagora_jax.checkpoints.peft import read_adapter
 from zagora_jax.checkpoints.run_state import SavedStates
@@ -85,10 +84,6 @@ def assert_sound(run):
         states.check(step)
     if directory.adapter.is_dir() and any(directory.adapter.glob("adapter_config.json")):
         read_adapter(directory.adapter)
-
-
-def remains(run):
-    return [path for path in run.rglob(".*") if re.search(r"\.tmp$|\.saving|\.removed$", path.name)]
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(world, everything, tmp_path):

@@ -376,10 +376,10 @@ def test_rows_that_cannot_be_read_ahead_end_the_run_and_what_was_saved_stands(fo
     made_up([(True, None)] * 9)
     monkeypatch.setattr(Batches, "at", failing)
     with pytest.raises(RuntimeError, match="the rows are gone"):
-        train(configure(folder, tmp_path / "run", max_steps=9, save_every=1), recorder()[0])
+        train(configure(folder, tmp_path / "run", max_steps=9, save_every=5), recorder()[0])
     states = SavedStates(tmp_path / "run" / "checkpoints")
-    states.check(max(states.steps()))
-    assert max(states.steps()) in (1, 2, 3)
+    states.check(3)
+    assert states.steps() == [1, 3]  # the last finished step is saved before the end
 
 
 @pytest.mark.parametrize("lost", ["moved", "replaced"])

@@ -25,16 +25,25 @@ def copy_to_host(arrays: Any) -> Any:
 
 
 class BackgroundWriter:
-    """Runs jobs one after the other. What a job raises is raised by the next call, or at the end of the block."""
+    """Runs jobs one after the other. What a job raises is raised by the next call, or at the end of the block.
+
+    Attributes:
+        has_failed: whether a job has raised anything.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
         self._job: Future[None] | None = None
+        self.has_failed = False
 
     def submit(self, job: Callable[[], None]) -> None:
         """Begin `job`, after the one before has ended."""
         self.wait()
         self._job = self._pool.submit(job)
+
+    def is_busy(self) -> bool:
+        """Tell whether a job is under way."""
+        return self._job is not None and not self._job.done()
 
     def raise_if_failed(self) -> None:
         """Raise what a job that has ended raised."""
@@ -45,7 +54,11 @@ class BackgroundWriter:
         """Wait until nothing is left to do."""
         job, self._job = self._job, None
         if job is not None:
-            job.result()
+            try:
+                job.result()
+            except BaseException:
+                self.has_failed = True
+                raise
 
     def __enter__(self) -> Self:
         return self

@@ -19,6 +19,7 @@ from zagora_jax.checkpoints.quantized_cache import QuantizedCache, checksums_of
 from zagora_jax.checkpoints.safetensors_file import read_metadata
 from zagora_jax.checkpoints.safetensors_writer import write_safetensors
 from zagora_jax.errors import UserError
+from zagora_jax.hanging import watched
 from zagora_jax.reporting.sensors import GIB
 
 # In host memory at most, of layers that wait for being written. Where a disk is slower than that, a layer is left out:
@@ -72,9 +73,11 @@ class CacheWriter:
 
     def _write(self, layer: int, arrays: dict[str, np.ndarray], sources: dict[str, list[str]], size: int) -> None:
         """Write one file; a failure is said once, and ends the writing."""
+        work = f"keeping layer {layer} of the quantised model in {self.cache.folder}"
         try:
-            if not (self._failed or self.cache.file(layer).exists() or self._take_over(layer, sources)):
-                write_layer(self.cache, layer, arrays, sources)
+            with watched(work, slow=True, ends=False):
+                if not (self._failed or self.cache.file(layer).exists() or self._take_over(layer, sources)):
+                    write_layer(self.cache, layer, arrays, sources)
         except Exception as error:  # of whatever kind, it is no reason to end a training
             self._failed = True
             where = error.filename if isinstance(error, OSError) else None

@@ -4,10 +4,9 @@ import difflib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -24,6 +23,7 @@ from zagora_jax.checkpoints.huggingface import describe_unexpected
 from zagora_jax.checkpoints.read_ahead import read_ahead
 from zagora_jax.checkpoints.reading import DamagedCacheError, Reading, SourceReading, TableReading
 from zagora_jax.errors import UserError
+from zagora_jax.hanging import watched
 
 if TYPE_CHECKING:
     from zagora_jax.checkpoints.cache_writer import CacheWriter
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # of head and embedding, held in memory at a time
+NO_DISK = "The disk that the model lies on does not answer; nothing was begun yet"
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ class _Loading:
         with read_ahead([job for reading in left for job in reading.jobs]) as results:
             while left:
                 reading = left[0]
-                value, is_finite = reading.finish(islice(results, len(reading.jobs)))
+                value, is_finite = reading.finish(self._in_time(reading, results))
                 self._put(reading.name, value)
                 if writer is not None and isinstance(reading, SourceReading):
                     writer.expect(reading.name, value)
@@ -259,6 +260,14 @@ class _Loading:
                 self.unsettled = (reading, value, is_finite)
                 left.popleft()
         self._settle(writer)
+
+    def _in_time(self, reading: Reading, results: Iterator[Any]) -> Iterator[Any]:
+        """Yield the results of a tensor's jobs, and name a disk that gives none."""
+        for _ in reading.jobs:
+            file = self.checkpoint.tensors[reading.name].file
+            with watched(f"reading tensor {reading.name} of {file}, or of what was quantised of it", advice=NO_DISK):
+                result = next(results)
+            yield result
 
     def _put(self, name: str, value: Any) -> None:
         """Put a tensor in its place."""

@@ -16,10 +16,12 @@ import numpy as np
 from zagora_jax.data.examples import Examples
 from zagora_jax.data.packing import Packing, best_fit, one_row_each
 from zagora_jax.errors import UserError
+from zagora_jax.hanging import in_time
 
 # Without packing, sequences are as wide as the longest row, rounded up to a multiple of this.
 WIDTH_MULTIPLE = 32
 PREFETCHED_BATCHES = 2
+AFTER_A_HANG = "The rows lie in a temporary file: look whether the disk of TMPDIR answers, and give --resume to go on"
 MIXING = 1  # tells the seeds of a mixture from those of an epoch
 
 
@@ -234,13 +236,23 @@ class BatchIterator(Iterator[Batch]):
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED_BATCHES)
         self._iterator = iter(dataset.to_iter_dataset(options))
         self._iterator.set_state({"next_index": first})
+        self._position = self._iterator.get_state()
 
     def __next__(self) -> Batch:
-        return next(self._iterator)
+        """Return the next batch.
+
+        Raises:
+            UserError: none came in time.
+        """
+        batch, self._position = in_time("making the next batch", self._next, AFTER_A_HANG)
+        return batch
+
+    def _next(self) -> tuple[Batch, dict[str, Any]]:
+        return next(self._iterator), self._iterator.get_state()
 
     def get_state(self) -> dict[str, Any]:
         """Where the iterator stands and what it goes through, as JSON values."""
-        return {"position": self._iterator.get_state(), "batches": self._batches.identity()}
+        return {"position": self._position, "batches": self._batches.identity()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to where `get_state` stood.
@@ -260,3 +272,4 @@ class BatchIterator(Iterator[Batch]):
                 "use the data and options of the saved run, or begin a new run"
             )
         self._iterator.set_state(state["position"])
+        self._position = state["position"]
