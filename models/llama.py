@@ -281,7 +281,7 @@ class Llama(nnx.Module):
 
             return LayerContext(*kind.rotation(*tables), attend, placement, dropout_keys)
 
-        x = self._embed(tokens, placement) if inputs is None else inputs
+        x = self.embed(tokens, placement) if inputs is None else inputs
         x, _ = self._run(x, context_of, None, remat, offload, placement, exchanged, first_layer)
         return x
 
@@ -352,7 +352,7 @@ class Llama(nnx.Module):
 
         loop = StreamedLoop(layer, open_adapters, placement.fetch, order, offload_inputs)
         adapters, exchanged, _ = placement.adapters.begin(adapters, exchanged)
-        x = apart(self._embed(joined(tokens), placement)) if inputs is None else inputs
+        x = apart(self.embed(joined(tokens), placement)) if inputs is None else inputs
         # An array a micro-batch, since the loop's functions may hold none themselves: see `jax.custom_vjp`.
         first = jnp.full(micro_batches, first_layer)
         shared = (tables, segment_ids, dropout_keys, first)
@@ -398,9 +398,9 @@ class Llama(nnx.Module):
 
             return LayerContext(*kind.rotation(*tables), attend, LOCAL, dropout_keys=None)
 
-        return self._run(self._embed(tokens, LOCAL), context_of, cache, "none", False, LOCAL, None)
+        return self._run(self.embed(tokens, LOCAL), context_of, cache, "none", False, LOCAL, None)
 
-    def _embed(self, tokens: jax.Array, placement: Placement) -> jax.Array:
+    def embed(self, tokens: jax.Array, placement: Placement) -> jax.Array:
         """Look up the input of the first layer [B, S, hidden]."""
         assert self.model.embed_tokens is not None, "only a part with the first layer takes tokens"
         return look_up(self.model.embed_tokens.weight.get_value(), tokens, placement.vocabulary, self.dtype)

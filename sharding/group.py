@@ -9,7 +9,7 @@ from jax import lax
 
 from sharding.compression import Compression
 from sharding.exchange import Exchange, ExchangeErrors
-from sharding.mesh import ROW_AXES, SHARD_AXES
+from sharding.mesh import PARAMETER_AXES, ROW_AXES
 
 
 class DeviceGroup(Protocol):
@@ -61,7 +61,7 @@ ALONE = Alone()
 
 @dataclass(frozen=True)
 class Group:
-    """The devices of a mesh. Gradients come out of the backward pass summed over SHARD_AXES, as shards.
+    """The devices of a mesh. Gradients come out of the backward pass summed over the devices of a layer, as shards.
 
     Attributes:
         compression: how gradients travel between replicas.
@@ -79,7 +79,7 @@ class Group:
 
     def squared_norm(self, gradients: Any) -> jax.Array:
         """Sum the squares of the shards over the devices that hold one each."""
-        return lax.psum(sum_of_squares(gradients), SHARD_AXES)
+        return lax.psum(sum_of_squares(gradients), PARAMETER_AXES)
 
     def exchange(
         self, gradients: Any, errors: ExchangeErrors, halfway: jax.Array | None = None

@@ -19,8 +19,11 @@ AXES = ("stage", "data", "fsdp", "tensor")
 # The axes that rows are spread over.
 ROW_AXES = ("data", "fsdp")
 
-# The axes that adapters, their gradients and moments, and tables of words are spread over.
+# The axes that a layer's adapters, their gradients and moments are spread over.
 SHARD_AXES = ("fsdp", "tensor")
+
+# The axes that parameters are spread over: layers over "stage", tables of words over all of them.
+PARAMETER_AXES = ("stage", *SHARD_AXES)
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -54,6 +57,11 @@ def rows_divisor(mesh: Mesh) -> int:
 def shard_count(mesh: Mesh) -> int:
     """Return over how many devices an adapter is spread."""
     return math.prod(mesh.shape[axis] for axis in SHARD_AXES)
+
+
+def parameter_parts(mesh: Mesh) -> int:
+    """Return over how many devices a table of words is spread."""
+    return math.prod(mesh.shape[axis] for axis in PARAMETER_AXES)
 
 
 def stage_mesh(mesh: Mesh, stage: int) -> Mesh:

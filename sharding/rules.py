@@ -16,14 +16,14 @@ RULES: dict[str, MeshAxes] = {
     "tokens": None,
     # Everything of a layer that is spread lies flat (see sharding.flat): adapters and their moments, frozen parameters
     # that devices along tensor have alike, and frozen matrices that each of them has a part of (see sharding.tensor).
-    "layers": None,
+    "layers": "stage",
     "flat": ("fsdp", "tensor"),
     "flat_frozen": "fsdp",
     "flat_parts": ("tensor", "fsdp"),
     "part": "tensor",
     "runs": None,
     # Embedding and head, and what a quantised row of theirs has of codes and scales.
-    "vocab": ("fsdp", "tensor"),
+    "vocab": ("stage", "fsdp", "tensor"),
     "hidden": None,
     "codes": None,
     "blocks": None,

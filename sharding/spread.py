@@ -3,7 +3,7 @@
 Parameters of layers lie flat (`sharding.flat`), cut into equal pieces whatever their shape; tables of words are cut
 into equal ranges of rows; of what differs between devices each has its row; what is small (norms, biases, offsets,
 counters) is everywhere. A piece is padded to a multiple of UNIT elements, so that the 8-bit optimizer's blocks of 256
-are the same for every number of devices.
+are the same for every number of devices. Layers are cut into equal blocks over "stage".
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from sharding.flat import FlatShard, padded_size
-from sharding.mesh import shard_count
+from sharding.mesh import parameter_parts
 from sharding.rules import PINNED, RULES, named_sharding, pinned
 
 UNIT = 256
@@ -58,10 +58,10 @@ class Spread:
             self.padded = padded_size(self.shape, math.prod(mesh.shape[axis] for axis in self.gathered) * unit)
             self.stored = (whole.shape[0], self.parts * self.padded)
         elif axes[:1] == ("vocab",):
-            devices = shard_count(mesh)
+            devices = parameter_parts(mesh)
             self.stored = (-(-whole.shape[0] // devices) * devices, *whole.shape[1:])
         elif axes[:1] == ("layers",) and axes[1:2] != ("part",):
-            self.stored_axes = (None,) * len(axes)
+            self.stored_axes = ("layers", *(None,) * (len(axes) - 1))
 
     def of_layers(self, layers: int) -> "Spread | None":
         """Return the Spread of a stack of so many layers; None for 0."""

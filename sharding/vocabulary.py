@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.mesh import SHARD_AXES
+from sharding.mesh import PARAMETER_AXES
 
 # Of the devices that hold rows, those along this axis work on different tokens, the others on the same.
 TOKENS = "fsdp"
-SAME_TOKENS = tuple(axis for axis in SHARD_AXES if axis != TOKENS)
+SAME_TOKENS = tuple(axis for axis in PARAMETER_AXES if axis != TOKENS)
 
 
 @dataclass(frozen=True)
 class ShardedVocabulary:
-    """Equal ranges of rows over SHARD_AXES; the last ones may be padding, behind the `size` words.
+    """Equal ranges of rows over PARAMETER_AXES; the last ones may be padding, behind the `size` words.
 
     It fulfils the protocol `Vocabulary` of the models.
     """
@@ -24,7 +24,7 @@ class ShardedVocabulary:
 
     def words(self, rows: int) -> jax.Array:
         """Return the words of this device's rows, -1 for padding."""
-        words = lax.axis_index(SHARD_AXES) * rows + jnp.arange(rows)
+        words = lax.axis_index(PARAMETER_AXES) * rows + jnp.arange(rows)
         return jnp.where(words < self.size, words, -1)
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -42,8 +42,8 @@ class ShardedVocabulary:
 
     def maximum(self, x: jax.Array) -> jax.Array:
         """All-reduce by maximum."""
-        return lax.pmax(x, SHARD_AXES)
+        return lax.pmax(x, PARAMETER_AXES)
 
     def total(self, x: jax.Array) -> jax.Array:
         """All-reduce by sum."""
-        return lax.psum(x, SHARD_AXES)
+        return lax.psum(x, PARAMETER_AXES)

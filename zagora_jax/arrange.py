@@ -1,17 +1,21 @@
 """Which arrangement of a model on its devices a run's options ask for."""
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from models.llama import Llama
 from sharding.balance import choose_cut
 from sharding.mesh import shard_count
+from sharding.targets import is_absent
 from zagora_jax.arrangement import Arrangement
 from zagora_jax.calibration import estimated_costs
 from zagora_jax.config import TrainConfig
-from zagora_jax.devices import choose_mesh
+from zagora_jax.devices import choose_mesh, memory_limit
 from zagora_jax.distribution import Distribution
+from zagora_jax.equal_stages import EqualStages
 from zagora_jax.errors import UserError
 from zagora_jax.pipeline import Balance, Pipeline
+from zagora_jax.reporting.sensors import GIB
 from zagora_jax.streaming import stream_of
 from zagora_jax.tensor_parts import tensor_segments
 
@@ -35,8 +39,10 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
             stream,
             moments_on_host=config.offload.optimizer,
         )
+    layers, why_programs = layers_of_stages(config, model, mesh), why_not_one_jit(config, model, mesh)
+    if why_programs is None:
+        return EqualStages(mesh, model, config.gradient_compression, config.offload.optimizer)
     balance = Balance(config.balance.threshold, config.balance.patience) if config.balance.threshold else None
-    layers = layers_of_stages(config, model, mesh)
     measured = None if config.stage_layers == "auto" else layers
     return Pipeline(
         mesh,
@@ -47,7 +53,44 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
         config.offload.embedding,
         config.streamed_weights,
         config.offload.optimizer,
+        why_programs,
     )
+
+
+def why_not_one_jit(config: TrainConfig, model: Llama, mesh: Mesh | AbstractMesh) -> str | None:
+    """Say why the stages of the mesh do not run one program; None where they do.
+
+    Raises:
+        UserError: `stage_form` asks for one, and something is against it.
+    """
+    if config.stage_form == "programs":
+        return "--stage-form programs"
+    reason = _against_one_jit(config, model, mesh)
+    if config.stage_form == "one-jit" and reason is not None:
+        raise UserError(f"--stage-form one-jit: {reason}; use --stage-form auto or programs")
+    return reason
+
+
+def _against_one_jit(config: TrainConfig, model: Llama, mesh: Mesh | AbstractMesh) -> str | None:
+    stages, layers = mesh.shape["stage"], model.config.num_layers
+    if stages == 1:
+        return "there is one stage"
+    if layers % stages:
+        return f"{layers} layers do not go into {stages} equal stages"
+    if config.stage_layers != "auto" and len(set(config.stage_layers)) > 1:
+        return "--stage-layers are not equal"
+    if config.streamed_weights != "none":
+        return "--offload.weights has each stage stream its own layers"
+    if config.offload.embedding:
+        return "--offload.embedding leaves the embedding to the first stage"
+    if isinstance(mesh, Mesh) and len(kinds := {_kind(device, mesh) for device in mesh.devices.flat}) > 1:
+        return f"the cards differ: {', '.join(sorted(kinds))}"
+    return None
+
+
+def _kind(device: jax.Device, mesh: Mesh) -> str:
+    limit = None if is_absent(mesh) else memory_limit(device)
+    return device.device_kind if limit is None else f"{device.device_kind} with {limit / GIB:.0f} GiB"
 
 
 def _check(config: TrainConfig, mesh: Mesh) -> None:
@@ -104,6 +147,8 @@ def layers_of_stages(config: TrainConfig, model: Llama, mesh: Mesh | AbstractMes
     if stages > layers:
         raise UserError(f"--mesh.stage {stages}: the model has {layers} layers; a stage needs at least one")
     if config.stage_layers == "auto":
+        if why_not_one_jit(config, model, mesh) is None:
+            return [layers // stages] * stages
         return choose_cut(estimated_costs(model.config, stages), layers)
     given = config.stage_layers
     if len(given) != stages or sum(given) != layers:

@@ -198,6 +198,12 @@ class TrainConfig(CommandConfig):
         description="How many layers each stage of layerwise has: a list of numbers, or auto, which times a layer on "
         "each card and makes the slowest stage as fast as the cards' memory allows.",
     )
+    stage_form: Literal["auto", "one-jit", "programs"] = Field(
+        default="auto",
+        description="How the stages of layerwise run: one-jit (equal stages in one program, which share embedding and "
+        "head out by words; no layer moves), programs (each stage has its own, of any number of layers), or auto, "
+        "which is one-jit where the cards are alike and the layers go into equal stages.",
+    )
     balance: BalanceConfig = BalanceConfig()
     gradient_compression: Literal["none", "int8", "int4"] = Field(
         default="none",

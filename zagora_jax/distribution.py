@@ -215,8 +215,9 @@ class Distribution:
 
     def _of_row(self, of_layer: jax.ShapeDtypeStruct) -> Spread:
         """Return the Spread of arrays [devices, L, ...] of which each device has a row of its own."""
-        shape = (self.mesh.size, self.model.config.num_layers, *of_layer.shape)
-        axes = ("devices", *(None,) * (len(shape) - 1))
+        devices = self.mesh.size // self.mesh.shape["stage"]
+        shape = (devices, self.model.config.num_layers, *of_layer.shape)
+        axes = ("devices", "layers", *(None,) * (len(shape) - 2))
         return Spread(self.mesh, jax.ShapeDtypeStruct(shape, of_layer.dtype), axes)
 
     def load(self, read: Callable[[Destination], nnx.State]) -> Any:

@@ -30,6 +30,7 @@ from zagora_jax.pipeline_frozen import NO_TABLE, PipelineDestination, look_up_on
 from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep, activations_held
 from zagora_jax.stage import Stage
 from zagora_jax.stage_programs import PipelineState, StagePrograms
+from zagora_jax.stage_residuals import exchange_state, first_residuals
 from zagora_jax.step import ForwardOptions
 from zagora_jax.streaming import fitting_order, streamed_of_stages
 from zagora_jax.train_state import TrainState
@@ -61,6 +62,7 @@ class Pipeline:
         host_embedding: bool = False,
         weights: str | int = "none",
         moments_on_host: bool = False,
+        why: str = "",
     ):
         """Cut `model` into as many stages as the mesh has.
 
@@ -74,6 +76,7 @@ class Pipeline:
             weights: how many layers wait in host memory: "none", "all", a number, or "auto", which is all until a step
                 is compiled, and then as many as the devices' memory needs.
             moments_on_host: whether the optimizer's moments wait in host memory between the steps.
+            why: the stages have a program each, where anybody asked.
 
         Raises:
             ValueError: `layers` does not cut the model's layers into the mesh's stages.
@@ -82,7 +85,7 @@ class Pipeline:
         self.costs = estimated_costs(model.config, stages)
         self.measures, self.balance = layers is None, balance if weights == "none" else None
         self.weights, self._is_settled = weights, weights != "auto"
-        self.moments_on_host = moments_on_host
+        self.moments_on_host, self._why = moments_on_host, why
         layers = choose_cut(self.costs, of_model) if layers is None else layers
         if len(layers) != stages or min(layers) < 1 or sum(layers) != of_model:
             raise ValueError(
@@ -126,6 +129,7 @@ class Pipeline:
             cut += f"; of them in host memory: {waiting if self._is_settled else 'as the devices need'}; none moves"
         if self.host_embedding:
             cut += "; input embedding in host memory"
+        cut += "; a program for each" + (f": {self._why}" if self._why else "")
         return {"devices": describe_devices(self.mesh), "layers of each stage": cut}
 
     def load(self, read: Callable[[Destination], nnx.State]) -> Any:
@@ -169,18 +173,12 @@ class Pipeline:
 
     @property
     def exchange_state(self) -> dict[str, Any]:
-        """Say what the residuals of a whole state belong to; they are by layers, so not to a cut into stages."""
-        return {"compression": self.compression, "exchange": "layerwise", "mesh": {"data": self.mesh.shape["data"]}}
+        """Say what the residuals of a whole state belong to."""
+        return exchange_state(self.mesh, self.compression)
 
     def begin(self, state: TrainState) -> TrainState:
         """Add the residuals before the first step to a whole state."""
-        of_stage = self.stages[0].distribution.begin(state).residuals.reduced
-        if of_stage is None:
-            return state
-        layers, width, dtype = self.model.config.num_layers, sum(self.stages[0].adapter_widths), of_stage.sent.dtype
-        sent = np.zeros((self.mesh.shape["data"], layers, width), dtype)
-        reduced = ErrorFeedback(sent, np.zeros((layers, width), dtype))  # type: ignore[arg-type]
-        return state._replace(residuals=ExchangeErrors(reduced=reduced))
+        return first_residuals(state, self.stages[0].distribution, self.model.config.num_layers)
 
     def put_state(self, whole: TrainState) -> PipelineState:
         """Lay a training state out."""

@@ -73,11 +73,6 @@ class Stage:
         """The frozen parameters of which the stage holds something."""
         return frozenset(by_path(self.distribution.frozen))
 
-    @property
-    def adapter_widths(self) -> list[int]:
-        """Elements that a layer has of each adapter array, as they are stored."""
-        return [spread.stored[1] for spread in jax.tree.leaves(self.distribution.adapters)]
-
     def part_of(self, whole: TrainState) -> TrainState:
         """Cut the stage's layers out of a whole state (of arrays or of shapes); residuals are left out."""
         adapters, optimizer = (jax.tree.map(self._part, tree) for tree in (whole.adapters, whole.optimizer))

@@ -131,6 +131,11 @@ def streamed_loss_sum(
     return jax.lax.scan(add, jnp.float32(0), (hidden, batch.targets, batch.weights))[0]
 
 
+# (state, frozen, batch, scale) -> the step's gradients times `scale`, the loss, the residuals, and the loss as it is
+# halfway: ahead of the last backward pass. Gradients and loss are those of this device's rows.
+Accumulate = Callable[[TrainState, Any, Batch, jax.Array], tuple[nnx.State, jax.Array, ExchangeErrors, jax.Array]]
+
+
 def make_train_step(
     graph: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
@@ -191,11 +196,7 @@ def make_train_step(
     def accumulated(
         state: TrainState, frozen: nnx.State, batch: Batch, scale: jax.Array
     ) -> tuple[nnx.State, jax.Array, ExchangeErrors, jax.Array]:
-        """Sum gradients, times `scale`, and losses over this device's part of the micro-batches.
-
-        Returns:
-            The gradients, the loss, the residuals, and the loss as it is halfway: ahead of the last backward pass.
-        """
+        """Sum gradients and losses over this device's part of the micro-batches; see `Accumulate`."""
         rows, indices = batch.tokens.shape[1], jnp.arange(len(batch.tokens))
         own = jax.tree.map(lambda row: row[0], state.residuals)
         if placement.stream is not None:
@@ -238,6 +239,17 @@ def make_train_step(
         return gradients, total, errors, halfway if in_loop else total
 
     update = Update(optimizer, schedule, max_grad_norm, group, moments_on_host)
+    return step_of(accumulated, update, exchanges=last_placement is None)
+
+
+def step_of(
+    accumulated: Accumulate, update: Update, *, exchanges: bool = True
+) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]:
+    """Build the function (state, frozen, batch) -> (state, metrics) from what gives the gradients; see above.
+
+    `exchanges` says whether the gradients are still to be summed over the replicas.
+    """
+    group = update.group
 
     def step(state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = batch.weights
@@ -249,7 +261,7 @@ def make_train_step(
         loss = group.total(total) / count
         spike = is_spike(state.spike_guard, loss)
         if state.pending is None:
-            if last_placement is None:
+            if exchanges:
                 gradients, errors = group.exchange(gradients, errors)
             new, accepted, metrics = update.apply(state, gradients, jnp.isfinite(loss) & ~spike)
             residuals = chosen(accepted, as_rows(errors), state.residuals)

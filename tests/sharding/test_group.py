@@ -17,8 +17,9 @@ def on_mesh(function, *arguments):
     """Call for each device, whose arguments are rows [REPLICAS, SHARDS, ...]."""
 
     def along_tensor(*own):
-        alone = jax.vmap(lambda _: function(*own), axis_name="tensor")(jnp.zeros(1))
-        return jax.tree.map(lambda x: x[0], alone)
+        along_stage = jax.vmap(lambda _: function(*own), axis_name="stage")
+        alone = jax.vmap(lambda _: along_stage(jnp.zeros(1)), axis_name="tensor")(jnp.zeros(1))
+        return jax.tree.map(lambda x: x[0, 0], alone)
 
     return jax.vmap(jax.vmap(along_tensor, axis_name="fsdp"), axis_name="data")(*arguments)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from models.cross_entropy import cross_entropy_sum
 from models.vocabulary import WHOLE_VOCABULARY, look_up
@@ -19,12 +20,18 @@ def draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def on_devices(function, *arguments):
-    def along_tensor(*own):
-        alone = jax.vmap(lambda _: function(*own), axis_name="tensor")(jnp.zeros(1))
-        return jax.tree.map(lambda x: x[0], alone)
+def on_devices(function, *arguments, along="fsdp"):
+    """Call for each device, whose arguments are rows [DEVICES, ...]; the other axes have size 1."""
 
-    return jax.vmap(along_tensor, axis_name="fsdp")(*arguments)
+    def mapped(function, axis):
+        def alone(*own):
+            return jax.tree.map(lambda x: x[0], jax.vmap(lambda _: function(*own), axis_name=axis)(jnp.zeros(1)))
+
+        return alone
+
+    for axis in {"stage", "fsdp", "tensor"} - {along}:
+        function = mapped(function, axis)
+    return jax.vmap(function, axis_name=along)(*arguments)
 
 
 def parts(table: np.ndarray) -> np.ndarray:
@@ -44,6 +51,26 @@ def test_words_are_looked_up_wherever_they_lie() -> None:
         lambda rows, tokens: look_up(rows, tokens, VOCABULARY, jnp.float32), np.nan_to_num(parts(table)), tokens
     )
     np.testing.assert_array_equal(found, table[tokens])
+
+
+@pytest.mark.parametrize("along", ["stage", "tensor"])
+def test_devices_with_the_same_tokens_find_the_same(along: str) -> None:
+    table, hidden = draw(WORDS, WIDTH), draw(TOKENS, WIDTH)
+    tokens = np.random.default_rng(1).integers(0, WORDS, (1, TOKENS)).astype(np.int32)
+    weights = np.ones(TOKENS, np.float32)
+
+    def work(rows, vocabulary=VOCABULARY):
+        def loss(hidden):
+            return cross_entropy_sum(hidden, rows, tokens[0], weights, 2, vocabulary)
+
+        return look_up(rows, tokens, vocabulary), *jax.value_and_grad(loss)(hidden)
+
+    words, loss, gradient = on_devices(work, np.nan_to_num(parts(table)), along=along)
+    want_words, want_loss, want_gradient = work(table, WHOLE_VOCABULARY)
+    for device in range(DEVICES):
+        np.testing.assert_array_equal(words[device], want_words)
+        np.testing.assert_allclose(loss[device], want_loss, rtol=1e-6)
+        np.testing.assert_allclose(gradient[device], want_gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_each_device_takes_its_own_part_of_what_all_have() -> None:

@@ -13,7 +13,7 @@ from models.llama import Ends, linear_modules
 from models.parameters import split
 from models.stream_order import StreamOrder, stream_order
 from sharding.mesh import AXES
-from zagora_jax.arrange import layers_of_stages
+from zagora_jax.arrange import layers_of_stages, why_not_one_jit
 from zagora_jax.base import BaseModel
 from zagora_jax.checkpoints.load import expected_tensors
 from zagora_jax.config import TrainConfig
@@ -63,11 +63,18 @@ class Shapes:
             self._arguments, config.embeddings, optimizer, config.compute_dtype, exchange, axes
         )
         streams, layers = self.streams(config), self.layers(config)
+        if self.in_one_program(config):
+            return of_streams((None,), layers) * len(layers)
         if len(layers) > 1 or streams[0] is None or (resident := layers[0] - streams[0].streamed_layers) == 0:
             return of_streams(streams, layers)
         # Each resident layer takes as much: two numbers of them tell of all.
         none, one = (of_streams((stream_order(layers[0], layers[0] - count),), layers)[0] for count in (0, 1))
         return (replace(none, weights=none.weights + resident * (one.weights - none.weights)),)
+
+    def in_one_program(self, config: TrainConfig) -> bool:
+        """Whether equal stages share one program."""
+        mesh = _abstract(mesh_shape(config))
+        return config.strategy == "layerwise" and why_not_one_jit(config, self.base.model, mesh) is None
 
     def waiting(self, config: TrainConfig) -> int:
         """Return the bytes of a device's part of one layer that waits in host memory; 0 where none does."""
@@ -122,7 +129,7 @@ class Shapes:
     ) -> tuple[Arguments, ...]:
         name, on_host = optimizer
         model, whole = self.base.model.with_embeddings(embeddings), self._state(name, dtype)
-        if len(layers) == 1:
+        if len(streams) == 1:
             mesh = _abstract(dict(axes))
             return (_held(Distribution(mesh, model, *exchange, streams[0], moments_on_host=on_host), whole),)  # type: ignore[arg-type]
         mesh = _abstract({**dict(axes), "stage": 1})
