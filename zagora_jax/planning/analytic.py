@@ -12,6 +12,7 @@ from models.config import ModelConfig
 from models.cross_entropy import CHUNK_TOKENS
 from models.remat import group_count
 from models.stream_order import StreamOrder
+from sharding.lockstep import inputs_kept
 from sharding.schedule import inputs_held
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.memory import DeviceMemory
@@ -29,6 +30,8 @@ RESIDUALS = 2  # those of compressed exchanges, old and new
 # the arguments alone are more than four fifths of the device, XLA schedules for least memory, and next to nothing
 # arrives ahead.
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
+# Of equal stages in one program: what goes on, what comes back, and the last stage's result and its gradient.
+TURNING = 4
 # Of streamed layers: the one that is computed and the one that arrives; and hidden states of all micro-batches.
 STREAMED_LAYERS, STREAMED_HIDDENS = 2, 2
 AHEAD_INTERMEDIATES, AHEAD_HIDDENS = 4, 4  # of each resident layer in a turn of the loop
@@ -60,7 +63,8 @@ def _of_stage(
     together = 1 if stream is None or mesh["stage"] > 1 else config.gradient_accumulation_steps
     hiddens = width * tokens * together * model.hidden_size
     kept = width * tokens * together * _kept_elements(config, model, layers)
-    kept += width * tokens * model.hidden_size * activations_held(config, index)
+    held = activations_held(config, index, one_program=shapes.in_one_program(config))
+    kept += width * tokens * model.hidden_size * held
     layer_bytes = shapes.layer_weight_bytes / mesh["tensor"]
     gathered = float(STREAMED_LAYERS * waiting)
     if mesh["fsdp"] > 1:
@@ -138,11 +142,13 @@ def _score_bytes(config: TrainConfig, model: ModelConfig, kernel: str) -> int:
             return 0
 
 
-def activations_held(config: TrainConfig, stage: int) -> int:
+def activations_held(config: TrainConfig, stage: int, *, one_program: bool) -> int:
     """Return how many micro-batches' activations a stage of layerwise holds beside what it computes."""
     stages = mesh_shape(config)["stage"]
     if stages == 1:
         return 0
+    if one_program:
+        return inputs_kept(stages, config.gradient_accumulation_steps) + TURNING
     travelling = 2 if 0 < stage < stages - 1 else 1  # one arrives and one leaves on either side
     return inputs_held(stage, stages, config.gradient_accumulation_steps) + travelling
 

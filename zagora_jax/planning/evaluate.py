@@ -124,6 +124,9 @@ class Evaluator:
                 read_by_estimate(peaks[first], held, estimate, host[first])
                 for first, held, estimate in zip(firsts, arguments, estimates, strict=True)
             )
+        elif mesh.shape["stage"] > 1:
+            plan, pairs = memory(step.compiled), zip(arguments, estimates, strict=True)
+            stages = tuple(read_by_estimate(plan.peak, held, estimate, plan.host_peak) for held, estimate in pairs)
         elif config.streamed_weights != "none":
             plan = memory(step.compiled)
             stages = (read_by_estimate(plan.peak, arguments[0], estimates[0], plan.host_peak),)
@@ -180,7 +183,9 @@ class Evaluator:
         if self.machine.gpu is None or self.machine.link is None:
             return None
         layers = self._shapes.layers(config)
-        return step_time(config, self._work, self.machine.gpu, self.machine.link, self._kernel(config), layers)
+        one_program = self._shapes.in_one_program(config)
+        kernel, gpu, link = self._kernel(config), self.machine.gpu, self.machine.link
+        return step_time(config, self._work, gpu, link, kernel, layers, one_program=one_program)
 
 
 def _has_cudnn() -> bool:

@@ -87,7 +87,16 @@ def sustained(gpu: Gpu) -> float:
     return gpu.bf16_tflop_s * 1e12 * SUSTAINED[prefix]
 
 
-def step_time(config: TrainConfig, work: Work, gpu: Gpu, link: Link, kernel: str, layers: Sequence[int]) -> StepTime:
+def step_time(
+    config: TrainConfig,
+    work: Work,
+    gpu: Gpu,
+    link: Link,
+    kernel: str,
+    layers: Sequence[int],
+    *,
+    one_program: bool = False,
+) -> StepTime:
     """Estimate one optimizer step.
 
     Args:
@@ -97,6 +106,7 @@ def step_time(config: TrainConfig, work: Work, gpu: Gpu, link: Link, kernel: str
         link: between cards, and to the host.
         kernel: of attention, as `models.attention.choose_kernel` names it.
         layers: of each stage; all of them in one where there are no stages.
+        one_program: whether equal stages share one, see `sharding.lockstep`.
     """
     mesh, times = mesh_shape(config), config.gradient_accumulation_steps
     batch = MicroBatch(config, work, gpu, link, kernel)
@@ -107,6 +117,13 @@ def step_time(config: TrainConfig, work: Work, gpu: Gpu, link: Link, kernel: str
     if len(layers) == 1:
         products, traffic = (batch.products + batch.head) * times, batch.traffic * times + update
         return StepTime(products, traffic, batch.waiting(times) + exchanged, tokens)
+    if one_program:
+        stages = len(layers)
+        of_tick = (batch.products + batch.traffic) / stages
+        # The last stage's result goes to all, whose terms of its gradient are summed: float32.
+        shared = 2 * (stages - 1) / stages * (2 + 4) * batch.tokens * work.shapes.hidden_size / (link.gpu_gb_s * 1e9)
+        products, traffic = (batch.products + batch.head) * times / stages, batch.traffic * times / stages + update
+        return StepTime(products, traffic, (stages - 1) * of_tick + times * shared + exchanged, tokens)
     # A stage's forward task is one pass of its layers; its backward task computes that again, and the rest.
     shares = [count / sum(layers) for count in layers]
     busy, forward = batch.products + batch.traffic, 1 / (2 + batch.again)

@@ -94,11 +94,13 @@ def test_programs_are_estimated_within_the_stated_error(gpu, count, settings):
 
 
 @needs_plugin
-def test_stages_are_estimated_within_the_stated_error():
+@pytest.mark.parametrize("form", ["one-jit", "programs"])
+def test_stages_are_estimated_within_the_stated_error(form):
     settings = {
         "model": "synthetic:tinyllama-1.1b?layers=8",
         "strategy": "layerwise",
         "mesh.stage": 2,
+        "stage_form": form,
         "gradient_accumulation_steps": 4,
         "attention": "chunked",
     }

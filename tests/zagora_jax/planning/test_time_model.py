@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+from sharding.lockstep import idle_share
 from sharding.targets import GPUS
 from zagora_jax.base import open_base
 from zagora_jax.option_groups import LoraConfig
@@ -18,11 +19,13 @@ def work(name):
     return Work.of(Shapes(open_base(f"synthetic:{name}", quantization="nf4", dtype="bfloat16", lora=LoraConfig())))
 
 
-def estimated(name, gpu, count, link, layers=None, **settings):
+def estimated(name, gpu, count, link, layers=None, one_program=False, **settings):
     mesh = {"mesh.data": 1, "mesh.fsdp": count, "gradient_accumulation_steps": 1}
     config = train_config({"model": f"synthetic:{name}", **mesh, **settings})
     layers = layers or [work(name).shapes.num_layers]
-    return step_time(config, work(name), GPUS[gpu], find_link(link, GPUS[gpu], None), "cudnn", layers)
+    return step_time(
+        config, work(name), GPUS[gpu], find_link(link, GPUS[gpu], None), "cudnn", layers, one_program=one_program
+    )
 
 
 # benchmarks/README.md: tokens/s on H200s, 1 x 4096 tokens a card, or 1 x 2048 for 70B.
@@ -119,6 +122,23 @@ def test_stages_wait_for_each_other_less_with_more_micro_batches():
     assert waiting(4) == pytest.approx(3 / 7, abs=0.08)
     assert waiting(32) == pytest.approx(3 / 35, abs=0.08)
     assert waiting(4) > waiting(8) > waiting(32)
+
+
+def test_equal_stages_in_one_program_share_the_head_and_send_more():
+    """The bubble is that of the schedule, by its own count of ticks."""
+    stages = {"strategy": "layerwise", "mesh.fsdp": 1, "mesh.stage": 4, "sequence_length": 2048}
+
+    def step(micro_batches, link, *, one_program, layers):
+        settings = stages | {"gradient_accumulation_steps": micro_batches}
+        return estimated("llama-3-8b", "rtx4090", 4, link, one_program=one_program, layers=layers, **settings)
+
+    for micro_batches in (4, 32):
+        one = step(micro_batches, "pcie5-x16", one_program=True, layers=[8] * 4)
+        assert one.waiting / one.seconds == pytest.approx(idle_share(4, micro_batches), abs=0.03)
+        assert one.seconds < step(micro_batches, "pcie5-x16", one_program=False, layers=[8] * 4).seconds
+    slow = [step(32, "pcie3-x4", one_program=form, layers=[8] * 4).waiting for form in (True, False)]
+    fast = [step(32, "pcie5-x16", one_program=form, layers=[8] * 4).waiting for form in (True, False)]
+    assert slow[0] - fast[0] > slow[1] - fast[1]
 
 
 def test_streamed_layers_cross_the_host_link_twice_a_step_however_many_micro_batches_there_are():
