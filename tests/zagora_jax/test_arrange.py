@@ -19,8 +19,8 @@ def model():
     return open_base(NAME, quantization="nf4", dtype="bfloat16", lora=None).model
 
 
-def cut(model, stages, stage_layers="auto"):
-    config = TrainConfig(model=NAME, strategy="layerwise", stage_layers=stage_layers)
+def cut(model, stages, stage_layers="auto", stage_form="auto"):
+    config = TrainConfig(model=NAME, strategy="layerwise", stage_layers=stage_layers, stage_form=stage_form)
     return layers_of_stages(config, model, AbstractMesh((stages, 1, 1, 1), AXES))
 
 
@@ -31,8 +31,13 @@ def test_a_list_is_taken(model):
 def test_the_estimate_spares_the_stage_with_the_head(model):
     # Llama 3 8B's head takes as much as 1.6 layers.
     assert cut(model, 1) == [8]
-    assert cut(model, 2) == [5, 3]
-    assert sum(cut(model, 4)) == 8
+    assert cut(model, 2, stage_form="programs") == [5, 3]
+    assert sum(cut(model, 3)) == 8
+
+
+def test_stages_in_one_program_are_equal(model):
+    assert cut(model, 2) == [4, 4]
+    assert cut(model, 4) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

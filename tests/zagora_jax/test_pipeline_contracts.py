@@ -11,8 +11,8 @@ from absent_gpus import needs_cudnn, needs_plugin
 
 from sharding.program import Collective, buffers, collectives, memory
 from sharding.targets import absent_devices
-from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.arrangement import CompiledStep
+from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.command_line import parse
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh
