@@ -350,7 +350,7 @@ class Llama(nnx.Module):
         def open_adapters(trained: tuple[Any, Any]) -> Any:
             return placement.adapters.layer(*trained, None)[0]
 
-        loop = StreamedLoop(layer, open_adapters, placement.fetch, order, offload_inputs)
+        loop = StreamedLoop(layer, open_adapters, placement.fetch, order, offload_inputs, placement.ring)
         adapters, exchanged, _ = placement.adapters.begin(adapters, exchanged)
         x = apart(self.embed(joined(tokens), placement)) if inputs is None else inputs
         # An array a micro-batch, since the loop's functions may hold none themselves: see `jax.custom_vjp`.

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
-from models.stream_order import StreamOrder
+from models.stream_order import Ring, StreamOrder
 from models.vocabulary import WHOLE_VOCABULARY, Vocabulary
 
 Parameters = TypeVar("Parameters")
@@ -73,6 +73,7 @@ class Placement:
             of a sum, so backwards the terms are added up.
         leave: called on the result of a layer that is cut along its input, one term of a sum: adds up the terms.
         stream: which layers' frozen parameters wait in host memory, as `models.stream.StreamedStack`s; None: none do.
+        ring: where host memory holds only some of those at a time; None: it holds all.
     """
 
     fetch: Fetch = identity
@@ -82,6 +83,7 @@ class Placement:
     enter: Callable[[jax.Array], jax.Array] = identity
     leave: Callable[[jax.Array], jax.Array] = identity
     stream: StreamOrder | None = None
+    ring: Ring | None = None
 
 
 LOCAL = Placement()

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from models.stream_order import StreamOrder
+from models.stream_order import Ring, StreamOrder
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -67,6 +67,17 @@ class _Place(NamedTuple):
     of_kind: jax.Array
 
 
+class _Ahead(NamedTuple):
+    """A layer on its way to the device, uint8 [bytes].
+
+    Attributes:
+        arrived: with a ring its answer, the number 0. The next question takes it, or else nobody would wait for it.
+    """
+
+    layer: jax.Array
+    arrived: jax.Array | None
+
+
 @dataclass(frozen=True)
 class StreamedLoop:
     """What the loop is made of: nothing here is an array.
@@ -78,6 +89,7 @@ class StreamedLoop:
             layer fetches each by itself.
         order: which layers are streamed.
         offload_inputs: whether layer inputs wait in host memory.
+        ring: where host memory holds only some of the streamed layers at a time; None: it holds all.
     """
 
     layer: Layer
@@ -85,6 +97,7 @@ class StreamedLoop:
     fetch_layer: Callable[[Any], Any]
     order: StreamOrder
     offload_inputs: bool
+    ring: Ring | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -98,7 +111,7 @@ def stream_layers(
         x: [A, ...], the first layer's inputs of A micro-batches.
         shared: arrays [A, ...] that every layer gets; they have no gradient.
         frozen: arrays [L, ...], or StreamedStacks in the loop's order, without a gradient.
-        waiting: uint8 [K, bytes] in host memory, the streamed layers.
+        waiting: uint8 [K, bytes] in host memory, the streamed layers; with a ring [slots, bytes].
         trained: arrays [L, ...].
 
     Returns:
@@ -147,7 +160,7 @@ def rerun_layers(
 def _rerun_forward(
     loop: StreamedLoop, x: jax.Array, shared: Any, frozen: Any, waiting: jax.Array, trained: Any, inputs: LayerInputs
 ) -> tuple[jax.Array, Any]:
-    ahead = _bring(_in_host_memory(waiting), jnp.int32(loop.order.streamed_layers - 1))
+    ahead, _ = _bring(loop, _in_host_memory(waiting), jnp.int32(loop.order.streamed_layers - 1), x, None)
     return jnp.zeros_like(x), (inputs, ahead, shared, frozen, waiting, trained)
 
 
@@ -189,13 +202,37 @@ def _in_host_memory(waiting: jax.Array) -> jax.Array:
     return jax.device_put(waiting, HOST)
 
 
-def _bring(waiting: jax.Array, place: jax.Array) -> jax.Array:
-    """Copy a waiting layer to the device, uint8 [bytes]; all of it at once, as XLA runs one copy at a time.
+def _bring(
+    loop: StreamedLoop, waiting: jax.Array, place: jax.Array, x: jax.Array, last: jax.Array | None
+) -> tuple[_Ahead, jax.Array]:
+    """Copy a waiting layer to the device; all of it at once, as XLA runs one copy at a time.
 
     In place of a layer before the first, or behind the last, that one is copied: for nothing, but a condition would
-    turn the copy into a kernel.
+    turn the copy into a kernel. So would an index that depends on anything but the loop's counter.
+
+    Returns:
+        The layer, and `x`, which is computed before and used after a ring was asked for the layer.
     """
-    return jax.device_put(_at(waiting, place), DEVICE)
+    ring = loop.ring
+    if ring is None:
+        return _Ahead(jax.device_put(_at(waiting, place), DEVICE), None), x
+    place = jnp.clip(place, 0, loop.order.streamed_layers - 1)
+    slot = lax.rem(place, jnp.int32(ring.slots))
+    x, place = lax.optimization_barrier((x, place))
+    arrived = ring.arrive(place if last is None else place + last, x.reshape(-1)[0])
+    waiting, x, arrived = lax.optimization_barrier((waiting, x, arrived))
+    if ring.data_dependent:
+        slot, x = slot + arrived, jnp.where(arrived == 0, x, 0)
+    return _Ahead(jax.device_put(_at(waiting, slot), DEVICE), arrived), x
+
+
+def _bring_ahead(
+    loop: StreamedLoop, waiting: jax.Array, ahead: _Ahead, place: jax.Array, x: jax.Array
+) -> tuple[jax.Array, _Ahead, jax.Array]:
+    """Begin to bring the layer at `place`; returns the one that was ahead until now, the new one, and `x`."""
+    # Not before x is there: then the layer before the present one is done with its buffer.
+    waiting, ahead, x = lax.optimization_barrier((waiting, ahead, x))
+    return ahead.layer, *_bring(loop, waiting, place, x, ahead.arrived)
 
 
 def _layer_of(frozen: Any, place: _Place, brought: jax.Array | None) -> Any:
@@ -252,20 +289,18 @@ def _forward(
     def lead(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         return run(x, _Place(index, index), None), _put_aside(loop, x)
 
-    def group(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple:
+    def group(number: jax.Array, carry: tuple[jax.Array, _Ahead]) -> tuple:
         x, ahead = carry
         inputs = []
         for place, is_streamed in zip(_places(order, number), order.kinds, strict=True):
             inputs.append(_put_aside(loop, x))
             brought = None
             if is_streamed:
-                # Not before x is there: then the layer before the present one is done with its buffer.
-                there, ahead, x = lax.optimization_barrier((waiting, ahead, x))
-                brought, ahead = ahead, _bring(there, place.of_kind + 1)
+                brought, ahead, x = _bring_ahead(loop, waiting, ahead, place.of_kind + 1, x)
             x = run(x, place, brought)
         return (x, ahead), inputs
 
-    ahead = _bring(waiting, jnp.int32(0))
+    ahead, x = _bring(loop, waiting, jnp.int32(0), x, None)
     x, lead_inputs = lax.scan(lead, x, jnp.arange(order.lead)) if order.lead else (x, None)
     (x, ahead), inputs = _count(order.groups, group, (x, ahead))
     # The backward pass begins with the layer that is on the device now, the last streamed one.
@@ -291,8 +326,7 @@ def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.A
         ):
             brought = None
             if is_streamed:
-                there, ahead, gradient = lax.optimization_barrier((waiting, ahead, gradient))
-                brought, ahead = ahead, _bring(there, place.of_kind - 1)
+                brought, ahead, gradient = _bring_ahead(loop, waiting, ahead, place.of_kind - 1, gradient)
             gradient, of_layer = gradients_of(_take_back(loop, _at(of_groups, number)), gradient, place, brought)
             gradients = _put(gradients, of_layer, place.layer)
         return (gradient, gradients, ahead), None

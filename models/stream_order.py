@@ -1,6 +1,9 @@
-"""Which layers wait in host memory, and which are resident on the device."""
+"""Which layers wait outside of the device, and which are resident on it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import jax
 
 # Streamed layers in a group: an even number, so that the two buffers they alternate between are the same in every turn
 # of the loop. With an odd number XLA copies a whole layer's codes at the end of each turn.
@@ -63,3 +66,35 @@ def stream_order(layers: int, streamed: int) -> StreamOrder:
     ]
     # The fewest layers in front; among equals the smallest group, but one that alternates between two buffers.
     return min(orders, key=lambda order: (order.lead, order.streamed == 1, order.streamed + order.resident))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Host memory for some of the streamed layers at a time, which the host fills while a program runs.
+
+    The k-th streamed layer lies in slot k modulo `slots`.
+
+    Attributes:
+        slots: how many layers it holds.
+        arrive: called in the program with a streamed layer's number, int32, just before that is copied out of its slot,
+            and with a number that is computed before: returns 0, int32, once the layer is there. What was copied before
+            the copy before this one has been used by then.
+        data_dependent: whether programs run two operations at once unless one takes the other's result, as XLA's do on
+            a CPU. Else they keep an order that `jax.lax.optimization_barrier` gives.
+    """
+
+    slots: int
+    arrive: Callable[[jax.Array, jax.Array], jax.Array]
+    data_dependent: bool
+
+
+def arrivals(streamed: int, *, backward: bool) -> tuple[int, ...]:
+    """Return the streamed layers in the order in which a program brings them to the device.
+
+    Args:
+        streamed: K, their number.
+        backward: whether the program goes through the layers a second time, for gradients.
+    """
+    # The last one comes twice, since the backward pass begins with it, and the first at the end for nothing.
+    forward = (0, *(min(layer + 1, streamed - 1) for layer in range(streamed)))
+    return forward + tuple(max(layer - 1, 0) for layer in reversed(range(streamed))) * backward

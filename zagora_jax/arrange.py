@@ -16,7 +16,7 @@ from zagora_jax.equal_stages import EqualStages
 from zagora_jax.errors import UserError
 from zagora_jax.pipeline import Balance, Pipeline
 from zagora_jax.reporting.sensors import GIB
-from zagora_jax.streaming import stream_of
+from zagora_jax.streaming import slots_of, stream_of
 from zagora_jax.tensor_parts import tensor_segments
 
 
@@ -38,6 +38,7 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
             config.gradient_exchange,
             stream,
             moments_on_host=config.offload.optimizer,
+            slots=None if stream is None else slots_of(config, stream.streamed_layers),
         )
     layers, why_programs = layers_of_stages(config, model, mesh), why_not_one_jit(config, model, mesh)
     if why_programs is None:
@@ -115,6 +116,11 @@ def _check(config: TrainConfig, mesh: Mesh) -> None:
         raise UserError(
             f"--mesh.tensor {mesh.shape['tensor']} does not go with --offload.weights: use --mesh.fsdp, or --strategy "
             "streaming, with which every card streams all layers"
+        )
+    if config.offload.weights_from not in ("auto", "host") and config.strategy == "layerwise":
+        raise UserError(
+            f"--offload.weights-from {config.offload.weights_from} does not go with --strategy layerwise, whose stages "
+            "go through their layers once a micro-batch: leave it out, or use --strategy streaming"
         )
     if exchange == "delayed" and mesh.shape["data"] == 1:
         raise UserError(

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from zagora_jax.checkpoints.load import Destination
 from zagora_jax.data.batches import Batch
+from zagora_jax.layer_feed import LayerFeed
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
 
@@ -85,6 +86,10 @@ class Arrangement(Protocol):
 
     def facts(self) -> dict[str, str]:
         """Say in words what lies where."""
+
+    @property
+    def feed(self) -> LayerFeed | None:
+        """What reads layers from the disk while programs run, to be opened before; None where nothing does."""
 
     def load(self, read: Callable[[Destination], nnx.State]) -> Any:
         """Bring frozen parameters onto the devices: `read` is called with where they go. For steps and evaluations."""

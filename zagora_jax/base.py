@@ -71,6 +71,8 @@ class BaseModel:
         on_tensor: Callable[[int], None] = lambda _: None,
         destination: Destination = ONE_DEVICE,
         say: Callable[[str], None] = logger.info,
+        *,
+        fill_cache: bool = False,
     ) -> nnx.State:
         """Put the frozen parameters on the devices, from the cache of quantised models where they are there.
 
@@ -78,18 +80,25 @@ class BaseModel:
             on_tensor: called after every tensor read with the number of its elements.
             destination: where the parameters go.
             say: told what the cache is used for, also by its writing later.
+            fill_cache: whether all layers are to be in the cache in the end, for `open_cache`.
+
+        Raises:
+            UserError: what is wrong with the weights, or the cache cannot be filled.
         """
         if self.checkpoint is None:
             return synthetic_frozen(self.model, self.seed, destination)
-        cache = self._open_cache(self.checkpoint, say)
-        return load_frozen(self.checkpoint, self.model, self.quantization, on_tensor, destination, cache)
+        cache = None
+        if fill_cache or QuantizedCache.pays(self.checkpoint, self.quantization, self.model):
+            cache = self.open_cache(say)
+        return load_frozen(
+            self.checkpoint, self.model, self.quantization, on_tensor, destination, cache, fill_cache=fill_cache
+        )
 
-    def _open_cache(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> QuantizedCache | None:
-        """Open this model's entry in the cache; None where there is no cache, or it would hold nothing."""
-        root = self.quantized_cache
-        if root is None or not QuantizedCache.pays(checkpoint, self.quantization, self.model):
+    def open_cache(self, say: Callable[[str], None] = logger.info) -> QuantizedCache | None:
+        """Open this model's entry in the cache of quantised layers; None where there is no cache."""
+        if self.quantized_cache is None or self.checkpoint is None:
             return None
-        return QuantizedCache(root, checkpoint, self.quantization, self.model, say)
+        return QuantizedCache(self.quantized_cache, self.checkpoint, self.quantization, self.model, say)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that accompanies the weights."""

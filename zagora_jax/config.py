@@ -314,6 +314,16 @@ class TrainConfig(CommandConfig):
                 f"offload.weights and strategy streaming do not go with remat {self.remat}: a streamed layer is "
                 "computed again from its input; use remat full"
             )
+        source = self.offload.weights_from
+        if source not in ("auto", "host") and self.streamed_weights == "none":
+            raise ValueError(
+                f"offload.weights_from {source}: no layer is streamed; give offload.weights auto, all or a number"
+            )
+        if source not in ("auto", "host") and self.quantized_cache == "off":
+            raise ValueError(
+                f"offload.weights_from {source} reads the files of the cache of quantised layers, and quantized_cache "
+                "is off: give it a folder, or auto"
+            )
         if self.offload.activations and self.remat in ("nested", "none"):
             raise ValueError(
                 f"offload.activations does not go with remat {self.remat}, which keeps no layer inputs in one stack: "

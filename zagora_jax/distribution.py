@@ -34,6 +34,7 @@ from sharding.vocabulary import ShardedVocabulary
 from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
 from zagora_jax.checkpoints.load import Destination, set_layer
 from zagora_jax.data.batches import Batch
+from zagora_jax.layer_feed import LayerFeed
 from zagora_jax.optimizer import QuantizedMoment
 from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
 from zagora_jax.streaming import StreamedDestination, StreamedFrozen, WaitingLayers, streamed_spreads
@@ -57,6 +58,8 @@ class Distribution:
         exchange: when they do: at once, under the backward pass of other layers, or between replicas a step later.
         stream: which layers' frozen parameters wait in host memory; None: none do.
         moments_on_host: whether the optimizer's moments wait in host memory between the steps.
+        slots: for how many streamed layers there is room in host memory, where they are read from the disk when they
+            are needed; None: for all of them.
     """
 
     mesh: Mesh
@@ -65,6 +68,7 @@ class Distribution:
     exchange: GradientExchange = "synchronous"
     stream: StreamOrder | None = None
     moments_on_host: bool = False
+    slots: int | None = None
 
     @property
     def rows_divisor(self) -> int:
@@ -89,7 +93,8 @@ class Distribution:
     def placement(self) -> Placement:
         """How the model reaches parameters on this mesh, without gradients."""
         vocabulary = ShardedVocabulary(self.model.config.vocab_size)
-        placement = Placement(fetch=gather, vocabulary=vocabulary, stream=self.stream)
+        ring = None if self.feed is None else self.feed.ring
+        placement = Placement(fetch=gather, vocabulary=vocabulary, stream=self.stream, ring=ring)
         if self.segments:
             placement = replace(placement, part=Parts(self.segments).own, enter=enter, leave=leave)
         return placement
@@ -145,7 +150,14 @@ class Distribution:
     @cached_property
     def waiting(self) -> WaitingLayers | None:
         """The layers that wait in host memory."""
-        return None if self.stream is None else WaitingLayers(self.mesh, self.stream, self.frozen)
+        return None if self.stream is None else WaitingLayers(self.mesh, self.stream, self.frozen, self.slots)
+
+    @cached_property
+    def feed(self) -> LayerFeed | None:
+        """What reads streamed layers from the disk; to be opened before programs run."""
+        if self.stream is None or self.slots is None:
+            return None
+        return LayerFeed(self.mesh, self.model, self.stream, self.slots, self._frozen_by_path)
 
     @cached_property
     def adapters(self) -> nnx.State:
@@ -298,7 +310,7 @@ class Distribution:
 
     def host_bytes(self, like: TrainState) -> dict[str, int]:
         """Return the bytes that wait in pinned host memory for a device, by kind, in and between steps."""
-        waiting = 0 if self.waiting is None else self.waiting.device_bytes * self.waiting.order.streamed_layers
+        waiting = 0 if self.waiting is None else self.waiting.device_bytes * self.waiting.shape[0]
         optimizer = sum(spread.host_bytes for spread in jax.tree.leaves(self.state(like).optimizer))
         return {"layers": waiting, "optimizer": optimizer}
 
@@ -356,7 +368,18 @@ class Distribution:
         step = make_evaluation_step(split(self.model)[0], options, self.placement, self.group)
         arguments = (self.abstract_adapters(), self.abstract_frozen(), self.abstract_batch(batch))
         compiled = self.compile(step, arguments, PartitionSpec())
-        return lambda adapters, frozen, batch: compiled(adapters, frozen, self.put_batch(batch))
+
+        def evaluate(adapters: nnx.State, frozen: Any, batch: Batch) -> tuple[jax.Array, Any]:
+            return self.run(compiled, adapters, frozen, self.put_batch(batch), backward=False)
+
+        return evaluate
+
+    def run(self, compiled: jax.stages.Compiled, *arguments: Any, backward: bool) -> Any:
+        """Run a program that goes through the layers once, or, with `backward`, a second time for gradients."""
+        if self.feed is None:
+            return compiled(*arguments)
+        with self.feed.running(backward=backward):
+            return jax.block_until_ready(compiled(*arguments))
 
     def abstract_adapters(self) -> nnx.State:
         """Describe the adapters as the step takes them."""
@@ -414,7 +437,7 @@ class SpreadStep:
 
     def __call__(self, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Take the step; `batch` is on the host."""
-        return self.compiled(state, frozen, self.distribution.put_batch(batch))
+        return self.distribution.run(self.compiled, state, frozen, self.distribution.put_batch(batch), backward=True)
 
     def finish(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Apply the gradients that the last step leaves pending, if any."""

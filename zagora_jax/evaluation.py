@@ -17,12 +17,13 @@ from zagora_jax.data.batches import Batch, Batches
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.devices import choose_mesh
 from zagora_jax.errors import UserError
+from zagora_jax.frozen_weights import load_weights
 from zagora_jax.hanging import Pace
 from zagora_jax.host_memory import allow_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.option_groups import MeshConfig
 from zagora_jax.reporting.progress import Reporter
-from zagora_jax.residency import settle_streaming
+from zagora_jax.residency import settle_source, settle_streaming
 from zagora_jax.run_directory import RunDirectory
 from zagora_jax.step import ForwardOptions
 from zagora_jax.tuned import open_tuned
@@ -80,11 +81,10 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     batches = evaluation_batches(run_config, tuned.base, rows_divisor(mesh), reporter, config.data)
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data and no eval_fraction; give --data")
-    arrangement = arrange(settle_streaming(run_config, tuned.base, mesh, reporter.say), tuned.base.model, mesh)
+    settled = settle_streaming(run_config, tuned.base, mesh, reporter.say)
+    arrangement = arrange(settle_source(settled, tuned.base, mesh, reporter.say), tuned.base.model, mesh)
     with reporter.loading(tuned.base.parameter_count()) as on_tensor:
-        frozen = arrangement.load(
-            lambda destination: tuned.base.load(on_tensor, destination=destination, say=reporter.say)
-        )
+        frozen = load_weights(tuned.base, arrangement, on_tensor, reporter.say)
     step = compile_evaluation(forward_options(run_config, tuned.base), arrangement, frozen, batches)
     return evaluate(step, arrangement.put_adapters(tuned.adapters), batches.epoch(0))
 

@@ -48,8 +48,7 @@ def require_pinned_memory(planned: int, platform: str) -> None:
     limit = int(os.environ.get(LIMIT, DEFAULT_LIMIT))
     if platform != "cpu" and planned > limit * GIB:
         raise UserError(f"{what}, but XLA pins at most {limit} GiB: set {LIMIT} to more, {_less()}")
-    free = free_memory()
-    if planned + RESERVE > free:
+    if planned + RESERVE > (free := free_memory()):
         raise UserError(
             f"{what}, and {RESERVE / GIB:.0f} GiB should stay for the process and the system, but only "
             f"{free / GIB:.1f} GiB of the host's memory are free (by the system, or by this process's control group): "
@@ -58,7 +57,16 @@ def require_pinned_memory(planned: int, platform: str) -> None:
 
 
 def _less() -> str:
-    return "or keep less there: a smaller --offload.weights, --offload.activations false, --offload.optimizer false"
+    return (
+        "or keep less there: --offload.weights-from disk, a smaller --offload.weights, --offload.activations false, "
+        "--offload.optimizer false"
+    )
+
+
+def room_to_pin(platform: str) -> int:
+    """Return the bytes that may still be pinned for devices of a platform, the system's reserve left alone."""
+    free = free_memory() - RESERVE
+    return free if platform == "cpu" else min(free, int(os.environ.get(LIMIT, DEFAULT_LIMIT)) * GIB)
 
 
 def free_memory() -> int:

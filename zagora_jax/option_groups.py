@@ -187,6 +187,13 @@ class OffloadConfig(Options):
         "micro-batches of a step pass through a layer before the next comes, so that more of them cost no more copies. "
         "With strategy layerwise each card streams its own layers, for each micro-batch; a number is shared out.",
     )
+    weights_from: Literal["auto", "host", "disk"] | Annotated[int, Field(ge=3)] = Field(
+        default="auto",
+        description="Where streamed layers come from: host (memory that has them all), disk (the files of "
+        "quantized_cache, read ahead of each layer's use, with room for 4 layers in host memory), a number (the same, "
+        "with room for so many), or auto (host where its memory suffices, else disk with as much room as there is). "
+        "With strategy layerwise they come from host.",
+    )
     optimizer: bool = Field(
         default=False,
         description="Keep the optimizer's moments in pinned host memory between the steps; the update brings in one "

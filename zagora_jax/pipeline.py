@@ -120,6 +120,11 @@ class Pipeline:
         """How many devices share the rows of a micro-batch."""
         return rows_divisor(self.mesh)
 
+    @property
+    def feed(self) -> None:
+        """Nothing reads layers from the disk: stages go through their layers once a micro-batch."""
+        return None
+
     def facts(self) -> dict[str, str]:
         """Name the devices and the cut."""
         cut = "to be measured" if self.measures else ", ".join(map(str, self.layers))

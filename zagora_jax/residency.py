@@ -1,4 +1,4 @@
-"""Which layers' frozen weights stay on the device, and which wait in host memory."""
+"""Which layers' frozen weights stay on the device, which wait in host memory, and which on the disk."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,14 @@ from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import memory_limit
 from zagora_jax.distribution import Distribution
+from zagora_jax.errors import UserError
+from zagora_jax.host_memory import room_to_pin
+from zagora_jax.kernels import forward_options
+from zagora_jax.layer_ring import LEAST_SLOTS
+from zagora_jax.planning.analytic import estimate_memory
+from zagora_jax.planning.candidates import changed
 from zagora_jax.planning.compiled import compile_planned
+from zagora_jax.planning.shapes import Shapes
 from zagora_jax.reporting.sensors import GIB
 from zagora_jax.streaming import fitting_order
 
@@ -35,6 +42,57 @@ def settle_streaming(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Call
     strategy = "replicas" if config.strategy == "streaming" else config.strategy  # else it would ask for auto again
     offload = config.offload.model_copy(update={"weights": streamed or "none"})
     return config.model_copy(update={"strategy": strategy, "offload": offload})
+
+
+def settle_source(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:
+    """Replace offload.weights_from "auto" by "host", or by the number of layers that host memory has room for.
+
+    Args:
+        config: with offload.weights settled.
+        base: the model.
+        mesh: the devices.
+        say: told what layers on the disk mean.
+
+    Raises:
+        UserError: layers are to be read from the disk, but there is no file of them.
+    """
+    source = config.offload.weights_from
+    if config.streamed_weights == "none" or source == "host" or config.strategy == "layerwise":
+        return config
+    lacking = "random weights are in no file" if base.synthetic else None
+    lacking = "there is no cache of quantised layers" if base.quantized_cache is None else lacking
+    if source != "auto" and lacking:
+        raise UserError(f"--offload.weights-from {source}: {lacking} to read layers from; leave it out")
+    if source == "auto":
+        slots = None if lacking else _room(config, base, mesh, say)
+        offload = config.offload.model_copy(update={"weights_from": slots or "host"})
+        config = config.model_copy(update={"offload": offload})
+    return config
+
+
+def _room(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> int | None:
+    """Return for how many streamed layers host memory has room beside what else waits there; None: for all."""
+    arrangement = arrange(config, base.model, mesh)
+    assert isinstance(arrangement, Distribution)
+    assert arrangement.waiting is not None
+    waiting = arrangement.waiting
+    axes = {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
+    explicit, shapes = changed(config, axes), Shapes(base)
+    (estimate,) = estimate_memory(explicit, shapes, forward_options(config, base).kernel, None)
+    others = estimate.host - estimate.waiting
+    if config.offload.optimizer:
+        others += shapes.arguments(changed(explicit, {"offload.optimizer": False}))[0].optimizer
+    of_layer = waiting.device_bytes * mesh.size
+    room = (room_to_pin(mesh.devices.flat[0].platform) - others * mesh.size) // of_layer
+    streamed = waiting.order.streamed_layers
+    if room >= streamed:
+        return None
+    slots = max(room, min(LEAST_SLOTS, streamed))
+    say(
+        f"weights: the {streamed} layers take {streamed * of_layer / GIB:.1f} GiB of host memory, which has room for "
+        f"{max(0, room)}: they are read from the cache on the disk when they are needed, through {slots} layers' room"
+    )
+    return slots
 
 
 def _fit(config: TrainConfig, base: BaseModel, mesh: Mesh, limit: int) -> StreamOrder | None:

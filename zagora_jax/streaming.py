@@ -20,6 +20,7 @@ from sharding.spread import Spread
 from zagora_jax.checkpoints.load import is_stacked, set_layer
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
+from zagora_jax.layer_ring import LEAST_SLOTS
 
 ALIGNMENT = 256  # bytes: what a GPU's vector loads and copies like best
 
@@ -45,6 +46,14 @@ def stream_of(config: TrainConfig, model: Llama) -> StreamOrder | None:
         return stream_order(layers, asked if isinstance(asked, int) else layers)
     except ValueError as error:
         raise UserError(f"--offload.weights {asked}: the model has {layers} layers") from error
+
+
+def slots_of(config: TrainConfig, streamed: int) -> int | None:
+    """Return for how many of the streamed layers host memory has room, where they come from disk; None: for all."""
+    source = config.offload.weights_from
+    if config.streamed_weights == "none" or source in ("auto", "host"):
+        return None
+    return min(LEAST_SLOTS if source == "disk" else int(source), streamed)
 
 
 def streamed_of_stages(weights: str | int, layers: Sequence[int]) -> list[int]:
@@ -90,8 +99,8 @@ class StreamedFrozen(NamedTuple):
 
     Attributes:
         parameters: the model's state; parameters of layers that are worth it are `StreamedStack`s.
-        waiting: uint8 [K, devices * bytes] in pinned host memory, the streamed layers' part of those. Of a pipeline
-            one for each stage, or None.
+        waiting: uint8 [K, devices * bytes] in pinned host memory, the streamed layers' part of those; where they are
+            read from the disk, a ring [slots, devices * bytes]. Of a pipeline one for each stage, or None.
     """
 
     parameters: nnx.State
@@ -166,16 +175,16 @@ def streamed_spreads(spreads: Any, order: StreamOrder) -> Any:
 class WaitingLayers:
     """The streamed layers in pinned host memory."""
 
-    def __init__(self, mesh: Mesh, order: StreamOrder, spreads: Any):
-        """Describe the waiting layers of a pytree of spreads."""
-        self.mesh, self.order = mesh, order
+    def __init__(self, mesh: Mesh, order: StreamOrder, spreads: Any, slots: int | None = None):
+        """Describe the waiting layers of a pytree of spreads: all, or, with `slots`, so many of them at a time."""
+        self.mesh, self.order, self.slots = mesh, order, slots
         ends = [spread.end for spread in jax.tree.leaves(spreads) if isinstance(spread, StreamedSpread)]
         self.device_bytes = -(-max(ends) // ALIGNMENT) * ALIGNMENT
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[K, devices * bytes]."""
-        return self.order.streamed_layers, self.device_bytes * self.mesh.shape["fsdp"]
+        """[K or slots, devices * bytes]."""
+        return self.slots or self.order.streamed_layers, self.device_bytes * self.mesh.shape["fsdp"]
 
     def abstract(self) -> jax.ShapeDtypeStruct:
         """Describe the array to the compiler; the devices may be absent."""
@@ -202,6 +211,7 @@ class StreamedDestination:
         """Make room. `whole` brings a parameter that is not stacked into its form."""
         self._spreads, self._whole = spreads, whole
         self.waiting = waiting.zeros()
+        self._keeps_layers = waiting.slots is None  # else they are read when they are needed
 
     def whole(self, path: Path, value: Any) -> Any:
         """Bring a parameter that is not stacked, or a whole stack, into its form."""
@@ -222,8 +232,10 @@ class StreamedDestination:
         def set_array(spread: Spread | StreamedSpread, stored: Any, array: jax.Array) -> Any:
             if not isinstance(spread, StreamedSpread):
                 return set_layer(stored, spread.put_layer(array), layer)
-            part = spread.put_layer(array)
             is_streamed, place = spread.order.place(layer)
+            if is_streamed and not self._keeps_layers:
+                return stored
+            part = spread.put_layer(array)
             if is_streamed:
                 self.waiting = _set_waiting(self.waiting.sharding)(self.waiting, part, place, spread.start)
                 return stored

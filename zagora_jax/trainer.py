@@ -32,6 +32,7 @@ from zagora_jax.data.prepare import evaluation_batches, training_batches
 from zagora_jax.devices import limit_memory
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
+from zagora_jax.frozen_weights import load_weights
 from zagora_jax.hanging import Pace
 from zagora_jax.host_memory import allow_pinned_memory, require_pinned_memory
 from zagora_jax.kernels import forward_options
@@ -40,7 +41,7 @@ from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.reporting.trace import show_trace, tracing
-from zagora_jax.residency import settle_streaming
+from zagora_jax.residency import settle_source, settle_streaming
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
@@ -140,7 +141,11 @@ class _Run:
         with self.directory.claimed():
             if not self.config.resume:
                 self.directory.require_free()  # again: another run may have ended there since
-            return self._train()
+            try:
+                return self._train()
+            finally:
+                if self.arrangement.feed is not None:
+                    self.arrangement.feed.close()
 
     def _train(self) -> TrainResult:
         self._settle_streaming()
@@ -166,6 +171,7 @@ class _Run:
         """Decide which layers wait in host memory, where that depends on the devices, and on how long sequences are."""
         mesh = self.arrangement.mesh
         settled = settle_streaming(self._config_as_run, self.base, mesh, self.reporter.say)
+        settled = settle_source(settled, self.base, mesh, self.reporter.say)
         self.arrangement = arrange(settled, self.base.model, mesh)
 
     @property
@@ -236,17 +242,16 @@ class _Run:
 
     def _load(self) -> Any:
         with self.reporter.loading(self.base.parameter_count()) as on_tensor:
-            load = partial(self.base.load, on_tensor, say=self.reporter.say)
+            load = partial(load_weights, self.base, self.arrangement, on_tensor, self.reporter.say)
             if self.saved is not None or self.first_adapter is not None or not self.config.lora.use_dora:
-                return self.arrangement.load(lambda destination: load(destination=destination))
+                return load()
 
-            def read(destination: Destination) -> nnx.State:
-                measured = RowLengths(destination, self.base.model)
-                frozen = load(destination=measured)
-                self.row_lengths = measured.of_modules
-                return frozen
+            def measured(destination: Destination) -> Destination:
+                lengths = RowLengths(destination, self.base.model)
+                self.row_lengths = lengths.of_modules  # filled while weights are read
+                return lengths
 
-            return self.arrangement.load(read)
+            return load(measured)
 
     def _new_state(self) -> TrainState:
         """Return the whole state before the first step, on one device."""

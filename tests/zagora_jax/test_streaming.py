@@ -16,6 +16,7 @@ from zagora_jax.arrangement import Recipe
 from zagora_jax.base import open_base
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
+from zagora_jax.frozen_weights import load_weights
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.step import ForwardOptions
@@ -37,15 +38,25 @@ def model_folder(tmp_path_factory):
 
 
 def train(
-    folder, sizes, streamed, *, quantization="nf4", offload=False, compression="none", optimizer="adamw", on_host=False
+    folder,
+    sizes,
+    streamed,
+    *,
+    quantization="nf4",
+    offload=False,
+    compression="none",
+    optimizer="adamw",
+    on_host=False,
+    slots=None,
 ):
     """Return losses and gradient norms of some steps with dropout over packed rows, and the adapters after them."""
     lora = LoraConfig(rank=4, alpha=8, dropout=0.1)
-    base = open_base(str(folder), quantization=quantization, dtype="float32", lora=lora)
+    cache = None if slots is None else folder.parent / "cache"
+    base = open_base(str(folder), quantization=quantization, dtype="float32", lora=lora, quantized_cache=cache)
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     order = stream_order(LAYERS, streamed) if streamed else None
     mesh = make_mesh(sizes, devices)
-    distribution = Distribution(mesh, base.model, compression, stream=order, moments_on_host=on_host)
+    distribution = Distribution(mesh, base.model, compression, stream=order, moments_on_host=on_host, slots=slots)
     schedule = make_schedule("cosine", 1e-3, 0, STEPS + 2)
     optimizer = make_optimizer(optimizer, schedule, 0.01)
     whole = distribution.begin(initial_state(initial_adapter(split(base.model)[2], 0), optimizer, "float32"))
@@ -55,11 +66,13 @@ def train(
     options = ForwardOptions("chunked", "full", segmented=True, offload_activations=offload)
     recipe = Recipe(optimizer, schedule, options, max_grad_norm=1.0, dropout_seed=0, total_steps=STEPS)
     step = distribution.compile_training(recipe, whole, batches[0])
-    frozen = distribution.load(lambda destination: base.load(destination=destination))
+    frozen = load_weights(base, distribution, lambda _: None, lambda _: None)
     state, numbers = distribution.put_state(whole), []
     for batch in batches:
         state, metrics = step(state, frozen, batch)
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    if distribution.feed is not None:
+        distribution.feed.close()
     return np.array(numbers), distribution.whole_state(state, whole)
 
 
@@ -93,9 +106,12 @@ def test_moments_wait_in_host_memory(model_folder, resident, optimizer):
 )
 def test_devices_stream_their_parts(model_folder, resident, sizes, streamed):
     expected, _ = resident(quantization="nf4")
-    found, _ = train(model_folder, sizes, streamed)
+    found, state = train(model_folder, sizes, streamed)
     # In float32 both differ in the order of sums over rows and devices alone.
     np.testing.assert_allclose(found, expected, rtol=2e-4)
+    from_disk, same_state = train(model_folder, sizes, streamed, slots=3)
+    np.testing.assert_array_equal(from_disk, found)
+    jax.tree.map(np.testing.assert_array_equal, same_state.adapters, state.adapters)
 
 
 @pytest.mark.slow

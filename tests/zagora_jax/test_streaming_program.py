@@ -14,6 +14,7 @@ from zagora_jax import distribution
 from zagora_jax.command_line import parse
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh
+from zagora_jax.layer_feed import GPU_CALLBACK
 from zagora_jax.planning import compile_planned_step
 
 pytestmark = needs_plugin
@@ -38,6 +39,20 @@ def waits(compiled: jax.stages.Compiled) -> list[int]:
             if copy:
                 end = next(n for n, other in enumerate(lines) if re.search(rf"-done\(%{re.escape(copy[1])}\)", other))
                 found.append(sum(bool(COMPUTING.search(between)) for between in lines[start:end]))
+    return found
+
+
+def asks_before_copies(compiled: jax.stages.Compiled) -> list[bool]:
+    """For each copy of a waiting layer: whether the host was asked for it, behind the copy before it."""
+    found = []
+    for computation in re.split(r"\n(?=%|ENTRY)", compiled.as_text()):
+        asked = False
+        for line in computation.splitlines():
+            if f'custom_call_target="{GPU_CALLBACK}"' in line:
+                asked = True
+            elif re.match(r"\s+%dynamic-slice-start\S* = \(\(u8\[\d+,\d+\]\{1,0:S\(5\)\}", line):
+                found.append(asked)
+                asked = False
     return found
 
 
@@ -80,3 +95,15 @@ def test_a_streamed_layer_is_copied_under_the_computation_of_the_one_before():
     freed = memory(resident).peak - memory(program).peak
     assert freed > (LAYERS - 4) * LAYER_CODES
     assert memory(program).host_peak > LAYERS * LAYER_CODES
+
+
+def test_a_layer_from_the_disk_is_asked_for_and_then_copied_under_the_computation_of_the_one_before():
+    program = compiled("--offload.weights", "all", "--offload.weights-from", "6")
+    assert waits(program)
+    assert min(waits(program)) >= 10
+    # Two in each turn of both loops; the copies that loops begin with stand outside of them.
+    assert asks_before_copies(program).count(True) >= 4
+    assert all(asks_before_copies(program))
+    # Host memory holds six layers' codes and scales, and layer inputs.
+    inputs = LAYERS * 480 * 2048 * 2
+    assert 6 * LAYER_CODES < memory(program).host_peak - inputs < 7 * LAYER_CODES

@@ -29,19 +29,27 @@ WAITING_BYTES = 2 * GIB
 RESERVE_BYTES = 2 * GIB
 # A temporary file that was last written to so long ago is of a process that was killed.
 ABANDONED_SECONDS = 3600
+OPTION = "--offload.weights-from"  # which needs all layers
 
 
 class CacheWriter:
     """Gathers the tensors of a layer, and writes each complete one in a thread of its own."""
 
-    def __init__(self, cache: QuantizedCache):
-        """Prepare to write into the entry's folder, which exists."""
-        self.cache = cache
+    def __init__(self, cache: QuantizedCache, *, all_layers: bool = False):
+        """Prepare to write into the entry's folder, which exists.
+
+        Args:
+            cache: the entry.
+            all_layers: whether loading waits for a slow disk, and fails where it cannot be written to, so that every
+                layer is there in the end.
+        """
+        self.cache, self.all_layers = cache, all_layers
         self._arrays: dict[int, dict[str, np.ndarray]] = {}
         self._sources: dict[int, dict[str, list[str]]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="quantized-cache")
-        self._lock = threading.Lock()
+        self._written = threading.Condition()
         self._waiting_bytes, self._left_out, self._failed = 0, 0, False
+        self._problem = ""
 
     def expect(self, name: str, value: Any) -> None:
         """Begin to copy to the host what `add` will be given."""
@@ -63,8 +71,15 @@ class CacheWriter:
 
     def _submit(self, layer: int, arrays: dict[str, np.ndarray], sources: dict[str, list[str]]) -> None:
         size = sum(array.nbytes for array in arrays.values())
-        with self._lock:
-            full = self._waiting_bytes + size > WAITING_BYTES and self._waiting_bytes > 0
+
+        def has_room() -> bool:
+            return self._waiting_bytes + size <= WAITING_BYTES or not self._waiting_bytes
+
+        with self._written:
+            if self.all_layers:
+                self._written.wait_for(has_room)
+                self._require_written()
+            full = not has_room()
             self._waiting_bytes += 0 if full else size
         if full:
             self._left_out += 1
@@ -82,13 +97,20 @@ class CacheWriter:
             self._failed = True
             where = error.filename if isinstance(error, OSError) else None
             what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self.cache.say(
-                f"warning: {where or self.cache.folder}: {what or error}: the quantised model is not kept any further, "
-                "and the next start quantises what is missing"
-            )
+            self._problem = f"{where or self.cache.folder}: {what or error}"
+            if not self.all_layers:
+                self.cache.say(
+                    f"warning: {self._problem}: the quantised model is not kept any further, and the next start "
+                    "quantises what is missing"
+                )
         finally:
-            with self._lock:
+            with self._written:
                 self._waiting_bytes -= size
+                self._written.notify_all()
+
+    def _require_written(self) -> None:
+        if self._failed:
+            raise UserError(f"{self._problem}: layers are to be read from there in training ({OPTION} disk)")
 
     def _take_over(self, layer: int, sources: Mapping[str, list[str]]) -> bool:
         """Give a file of the same content, made of another copy of the model, a second name; remove outdated ones."""
@@ -105,8 +127,14 @@ class CacheWriter:
         return False
 
     def close(self, *, complete: bool) -> None:
-        """Take no more tensors; what waits is still written, also beyond this call, if loading was complete."""
-        self._pool.shutdown(wait=False, cancel_futures=not complete)
+        """Take no more tensors; what waits is still written, also beyond this call, if loading was complete.
+
+        Raises:
+            UserError: all layers were to be written, and one could not be.
+        """
+        self._pool.shutdown(wait=complete and self.all_layers, cancel_futures=not complete)
+        if complete and self.all_layers:
+            self._require_written()
         if self._left_out:
             self.cache.say(
                 f"the disk of {self.cache.folder} is slower than loading: {self._left_out} of {len(self.cache.layers)} "
@@ -137,10 +165,13 @@ def write_layer(
 
 
 @contextmanager
-def writing(cache: QuantizedCache) -> Iterator[CacheWriter | None]:
+def writing(cache: QuantizedCache, *, all_layers: bool = False) -> Iterator[CacheWriter | None]:
     """Yield what writes layers of a cache that are missing, or turn out to be damaged; None where it cannot be written.
 
     Says what will be read from where, and what is written.
+
+    Raises:
+        UserError: all layers are to be written, and cannot be.
     """
     missing = cache.layers.keys() - cache.found.keys()
     part = "" if not missing else f"{len(cache.found)} of {len(cache.layers)} layers of "
@@ -149,11 +180,13 @@ def writing(cache: QuantizedCache) -> Iterator[CacheWriter | None]:
     if missing:
         size = sum(form.nbytes for layer in missing for form in cache.layers[layer].values())
         if (problem := _prepare(cache.folder, size)) is not None:
+            if all_layers:
+                raise UserError(f"{problem}: layers are to be read from there in training ({OPTION} disk)")
             cache.say(f"the quantised model is not kept for the next start: {problem}")
             yield None
             return
         cache.say(f"keeping {size / GIB:.2f} GiB of quantised layers for the next start in {cache.folder}")
-    writer = CacheWriter(cache)
+    writer = CacheWriter(cache, all_layers=all_layers)
     try:
         yield writer
     except BaseException:

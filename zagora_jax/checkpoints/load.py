@@ -167,6 +167,8 @@ def load_frozen(
     on_tensor: Callable[[int], None],
     destination: Destination,
     cache: "QuantizedCache | None" = None,
+    *,
+    fill_cache: bool = False,
 ) -> nnx.State:
     """Read, quantise and stack the frozen parameters.
 
@@ -180,16 +182,17 @@ def load_frozen(
         on_tensor: called after every tensor with the number of its elements.
         destination: where the parameters go.
         cache: what was quantised before comes from there, and what is quantised now goes there too.
+        fill_cache: whether all layers are to be in the cache in the end.
 
     Raises:
-        UserError: a tensor holds a number that is not finite.
+        UserError: a tensor holds a number that is not finite, or the cache cannot be filled.
     """
     loading = _Loading(checkpoint, model, quantization, on_tensor, destination, cache)
     if cache is None:
         return loading.run(None)
     from zagora_jax.checkpoints.cache_writer import writing
 
-    with writing(cache) as writer:
+    with writing(cache, all_layers=fill_cache) as writer:
         return loading.run(writer)
 
 

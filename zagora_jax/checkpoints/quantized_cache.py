@@ -91,6 +91,16 @@ class CachedLayer:
         pieces = zip(_pieces(self.arrays[name]), self.checksums[name], strict=True)
         return [partial(self._read, name, piece, expected) for piece, expected in pieces]
 
+    def byte_pieces(self, name: str) -> list[tuple[int, int, str]]:
+        """Return each piece of the array `name`: its first byte within the array, the byte behind it, its checksum."""
+        info = self.arrays[name]
+        row_bytes = info.nbytes // (info.shape[0] if info.shape else 1)
+        rows = [piece or (0, 1) for piece in _pieces(info)]
+        return [
+            (start * row_bytes, stop * row_bytes, checksum)
+            for (start, stop), checksum in zip(rows, self.checksums[name], strict=True)
+        ]
+
     def _read(self, name: str, piece: tuple[int, int] | None, expected: str) -> np.ndarray:
         """Read a piece, and compare its checksum."""
         info = self.arrays[name]

@@ -17,6 +17,7 @@ from sharding.schedule import inputs_held
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.shapes import Shapes, mesh_shape
+from zagora_jax.streaming import slots_of
 
 ERROR = 0.07  # of the peak, at most
 
@@ -81,7 +82,9 @@ def _of_stage(
         workspace = max(workspace + STREAMED_HIDDENS * hiddens, turning)
     if config.remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
-    in_host_memory = 0 if stream is None else waiting * stream.streamed_layers
+    in_host_memory = (
+        0 if stream is None else waiting * (slots_of(config, stream.streamed_layers) or stream.streamed_layers)
+    )
     memory = DeviceMemory(
         **asdict(arguments),
         activations=kept,
