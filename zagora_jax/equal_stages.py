@@ -64,6 +64,11 @@ class EqualStages:
         """How many devices share the rows of a micro-batch."""
         return rows_divisor(self.mesh)
 
+    @property
+    def feed(self) -> None:
+        """No layer is read from the disk while programs run."""
+        return None
+
     def facts(self) -> dict[str, str]:
         """Name the devices and the cut."""
         cut = f"{', '.join(map(str, self.layers))}, in one program; none moves"
