@@ -24,8 +24,9 @@ from zagora_jax.option_groups import LoraConfig
 from zagora_jax.pipeline_step import MOST_QUEUED, idle_share
 from zagora_jax.planning.candidates import train_config
 from zagora_jax.planning.links import find_link
+from zagora_jax.planning.micro_batch import Work
 from zagora_jax.planning.shapes import Shapes
-from zagora_jax.planning.time_model import Work, step_time
+from zagora_jax.planning.time_model import step_time
 
 FORWARD, BACKWARD = 0.05, 0.10  # seconds that a task sleeps
 

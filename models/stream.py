@@ -262,8 +262,12 @@ def _put_aside(loop: StreamedLoop, x: jax.Array) -> jax.Array:
     return jax.device_put(x, HOST) if loop.offload_inputs else x
 
 
-def _take_back(loop: StreamedLoop, x: jax.Array) -> jax.Array:
-    return jax.device_put(x, DEVICE) if loop.offload_inputs else x
+def _take_back(loop: StreamedLoop, stack: jax.Array, index: jax.Array) -> jax.Array:
+    """Return one of the inputs that were put aside, from their stack."""
+    if not loop.offload_inputs:
+        return _at(stack, index)
+    # Of a stack of one, XLA would make the slice a mere view, which may not lie in another memory than what it views.
+    return jax.device_put(stack, DEVICE)[0] if len(stack) == 1 else jax.device_put(_at(stack, index), DEVICE)
 
 
 def _places(order: StreamOrder, group: jax.Array) -> list[_Place]:
@@ -327,21 +331,20 @@ def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.A
             brought = None
             if is_streamed:
                 brought, ahead, gradient = _bring_ahead(loop, waiting, ahead, place.of_kind - 1, gradient)
-            gradient, of_layer = gradients_of(_take_back(loop, _at(of_groups, number)), gradient, place, brought)
+            gradient, of_layer = gradients_of(_take_back(loop, of_groups, number), gradient, place, brought)
             gradients = _put(gradients, of_layer, place.layer)
         return (gradient, gradients, ahead), None
 
-    def lead(carry: tuple, of_layer: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+    def lead(carry: tuple, index: jax.Array) -> tuple[tuple, None]:
         gradient, gradients = carry
-        index, x = of_layer
-        gradient, of_layer = gradients_of(_take_back(loop, x), gradient, _Place(index, index), None)
+        x = _take_back(loop, inputs.lead, index)
+        gradient, of_layer = gradients_of(x, gradient, _Place(index, index), None)
         return (gradient, _put(gradients, of_layer, index)), None
 
     gradients = jax.tree.map(jnp.zeros_like, trained)
     (gradient, gradients, _), _ = _count(order.groups, group, (gradient, gradients, ahead))
     if order.lead:
-        indices = jnp.arange(order.lead)
-        (gradient, gradients), _ = lax.scan(lead, (gradient, gradients), (indices, inputs.lead), reverse=True)
+        (gradient, gradients), _ = lax.scan(lead, (gradient, gradients), jnp.arange(order.lead), reverse=True)
     nothing = functools.partial(jax.tree.map, no_gradient)
     return gradient, nothing(shared), nothing(frozen), nothing(waiting), gradients
 

@@ -76,7 +76,8 @@ def logits(hidden: jax.Array, head: Table) -> jax.Array:
     """Return hidden [t, hidden] times the transpose of the head: float32 [t, vocab]."""
 
     def product(rows: Table) -> jax.Array:
-        return jnp.einsum("td,vd->tv", hidden, dequantize(rows, hidden.dtype), preferred_element_type=jnp.float32)
+        operand = dequantize(rows, hidden.dtype)
+        return jnp.einsum("td,vd->tv", hidden, operand, preferred_element_type=jnp.float32)
 
     if not isinstance(head, QuantizedTable):
         return product(head)
@@ -84,7 +85,7 @@ def logits(hidden: jax.Array, head: Table) -> jax.Array:
     def put(out: jax.Array, rows: QuantizedTable, start: int | jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(out, product(rows), start, 1)
 
-    return _over_pieces(put, jnp.zeros((len(hidden), head.shape[0]), jnp.float32), head)
+    return _over_pieces(put, jnp.zeros((len(hidden), head.shape[0]), jnp.float32), head, hidden)
 
 
 def input_gradient(d_logits: jax.Array, head: Table) -> jax.Array:
@@ -98,15 +99,22 @@ def input_gradient(d_logits: jax.Array, head: Table) -> jax.Array:
         return product(d_logits, head)
 
     def add(total: jax.Array, rows: QuantizedTable, start: int | jax.Array) -> jax.Array:
-        return total + product(lax.dynamic_slice_in_dim(d_logits, start, rows.shape[0], 1), rows)
+        part = lax.dynamic_slice_in_dim(d_logits, start, rows.shape[0], 1)
+        return total + product(part, rows)
 
-    return _over_pieces(add, jnp.zeros((len(d_logits), head.shape[1]), jnp.float32), head)
+    return _over_pieces(add, jnp.zeros((len(d_logits), head.shape[1]), jnp.float32), head, d_logits)
 
 
 def _over_pieces(
-    step: Callable[[jax.Array, QuantizedTable, int | jax.Array], jax.Array], carry: jax.Array, table: QuantizedTable
+    step: Callable[[jax.Array, QuantizedTable, int | jax.Array], jax.Array],
+    carry: jax.Array,
+    table: QuantizedTable,
+    operand: jax.Array,
 ) -> jax.Array:
-    """Call `step` with what it returned before, a piece of the table, and the first word of that."""
+    """Call `step` with what it returned before, a piece of the table, and the first word of that.
+
+    Which piece is tied to the operand: else JAX dequantises all of them ahead of a loop over operands, and keeps them.
+    """
     rows, width = table.shape
     count = math.ceil(rows * width / PIECE_WEIGHTS)
     size = rows // count
@@ -115,7 +123,8 @@ def _over_pieces(
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), table)
 
     def body(index: jax.Array, carry: jax.Array) -> jax.Array:
-        return step(carry, piece(index * size, size), index * size)
+        start, _ = lax.optimization_barrier((index * size, operand))
+        return step(carry, piece(start, size), start)
 
     carry = lax.fori_loop(0, count, body, carry)
     rest = rows - count * size

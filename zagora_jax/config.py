@@ -379,6 +379,9 @@ class ConfigureConfig(CommandConfig):
         "file, or synthetic:NAME.",
     )
     quantization: Quantization = Field(default="nf4", description="As of train.")
+    embeddings: Embeddings | None = Field(
+        default=None, description="As of train; else none, or int8 or nf4 where nothing fits without."
+    )
     lora: LoraConfig = LoraConfig()
 
     gpu: str | None = Field(

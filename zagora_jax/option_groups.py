@@ -208,6 +208,7 @@ class PlannedOffloadConfig(Options):
     weights: Literal["none", "all", "auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", description="As of train; auto: searched for, none among others."
     )
+    optimizer: bool | None = Field(default=None, description="As of train; else searched for.")
 
 
 class BalanceConfig(Options):

@@ -80,8 +80,6 @@ def _room(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str],
     explicit, shapes = changed(config, axes), Shapes(base)
     (estimate,) = estimate_memory(explicit, shapes, forward_options(config, base).kernel, None)
     others = estimate.host - estimate.waiting
-    if config.offload.optimizer:
-        others += shapes.arguments(changed(explicit, {"offload.optimizer": False}))[0].optimizer
     of_layer = waiting.device_bytes * mesh.size
     room = (room_to_pin(mesh.devices.flat[0].platform) - others * mesh.size) // of_layer
     streamed = waiting.order.streamed_layers

@@ -27,9 +27,8 @@ WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.5, 3.55, 11.7, 0.2
 # Where attention takes more than the feed-forward block: arrays of scores and their gradients, and hidden activations.
 SCORES, ATTENTION_HIDDENS = 5, 7
 RESIDUALS = 2  # those of compressed exchanges, old and new
-# Layers that are there at a time, those that arrive ahead of their turn included; one more with streamed layers. Where
-# the arguments alone are more than four fifths of the device, XLA schedules for least memory, and next to nothing
-# arrives ahead.
+# Layers that are there at a time, those that arrive ahead of their turn included. Where the arguments alone are more
+# than four fifths of the device, XLA schedules for least memory, and next to nothing arrives ahead.
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
 # Of equal stages in one program: what goes on, what comes back, and the last stage's result and its gradient.
 TURNING = 4
@@ -70,7 +69,7 @@ def _of_stage(
     gathered = float(STREAMED_LAYERS * waiting)
     if mesh["fsdp"] > 1:
         is_tight = device is not None and arguments.total > TIGHT * device
-        times = GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS + (stream is not None)
+        times = GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS
         gathered += times * (layer_bytes + width * shapes.layer_adapter_elements)
     # Gradients of several micro-batches are summed, and those of streamed layers in place.
     sums = config.gradient_accumulation_steps > 1 or mesh["stage"] > 1 or stream is not None
@@ -82,15 +81,15 @@ def _of_stage(
         workspace = max(workspace + STREAMED_HIDDENS * hiddens, turning)
     if config.remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
-    in_host_memory = (
-        0 if stream is None else waiting * (slots_of(config, stream.streamed_layers) or stream.streamed_layers)
-    )
+    slots = 0 if stream is None else slots_of(config, stream.streamed_layers) or stream.streamed_layers
+    in_host_memory = waiting * slots
+    offloaded = (hiddens * layers if config.offload.activations else 0) + shapes.moments_on_host(config)[index]
     memory = DeviceMemory(
         **asdict(arguments),
         activations=kept,
         gathered=round(gathered),
         workspace=round(workspace),
-        host=in_host_memory + (hiddens * layers if config.offload.activations else 0),
+        host=in_host_memory + offloaded,
         source="analytic",
         waiting=in_host_memory,
     )

@@ -24,10 +24,16 @@ ACTIVATIONS: tuple[Settings, ...] = (
     {"remat": "full", "offload.activations": True},
     {"remat": "nested"},
 )
-OPTIMIZERS = ("adamw", "adamw_8bit")
+OPTIMIZERS: tuple[Settings, ...] = (
+    {"optimizer": "adamw"},
+    {"optimizer": "adamw", "offload.optimizer": True},
+    {"optimizer": "adamw_8bit"},
+    {"optimizer": "adamw_8bit", "offload.optimizer": True},
+)
+EMBEDDINGS = ("none", "int8", "nf4")  # each is tried where nothing fits with the one before
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ROWS_PER_STEP = 16
-STREAMED_PARTS = 8
+STREAMED_PARTS, STREAMED_PARTS_OF_STAGES = 8, 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,10 @@ class Candidate:
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh_shape(config).items() if size > 1)
         offloaded = " and offload.activations" if config.offload.activations else ""
         weights = "" if config.streamed_weights == "none" else f", {config.streamed_weights} layers streamed"
-        return f"{axes or 'one device'}{weights}, remat {config.remat}{offloaded}, {config.optimizer}"
+        moments = " with offload.optimizer" if config.offload.optimizer else ""
+        embeddings = "" if config.embeddings == "none" else f", embeddings {config.embeddings}"
+        kept = f"remat {config.remat}{offloaded}, {config.optimizer}{moments}{embeddings}"
+        return f"{axes or 'one device'}{weights}, {kept}"
 
     def __str__(self) -> str:
         return f"{self.settings_text}, {self.config.micro_batch_size} x {self.config.sequence_length} tokens"
@@ -64,14 +73,19 @@ class Candidate:
 
 
 def candidates(config: ConfigureConfig, count: int, model: str, shapes: ModelConfig) -> Iterator[Candidate]:
-    """Go through all settings that the options leave open, for a number of devices.
+    """Go through all settings that the options leave open, for a number of devices; embeddings as given, or plain.
 
     Raises:
         UserError: an option names what does not exist, or what leaves nothing to choose from.
     """
     base = _given(config, model)
     activations = _kept_activations(config, shapes.num_layers)
-    optimizers = OPTIMIZERS if config.optimizer is None else (config.optimizer,)
+    optimizers = [
+        settings
+        for settings in OPTIMIZERS
+        if config.optimizer in (None, settings["optimizer"])
+        and config.offload.optimizer in (None, "offload.optimizer" in settings)
+    ]
     sizes = MICRO_BATCHES if config.micro_batch_size is None else (config.micro_batch_size,)
     strategies = _strategies(config, shapes.num_layers)
     found = False
@@ -87,7 +101,7 @@ def candidates(config: ConfigureConfig, count: int, model: str, shapes: ModelCon
                     settings = {
                         **layout,
                         **kept,
-                        "optimizer": optimizer,
+                        **optimizer,
                         "micro_batch_size": size,
                         "gradient_accumulation_steps": times,
                     }
@@ -117,14 +131,15 @@ def _layouts(strategy: Strategy, config: ConfigureConfig, count: int, shapes: Mo
             if asked in ("auto", "none"):
                 yield layout
             continue
-        numbers = streamed_numbers(layers) if asked == "auto" else () if asked == "none" else (asked,)
+        parts = STREAMED_PARTS if layout["strategy"] != "layerwise" else STREAMED_PARTS_OF_STAGES
+        numbers = streamed_numbers(layers, parts) if asked == "auto" else () if asked == "none" else (asked,)
         for number in numbers:
             yield {**layout, "offload.weights": "all" if number == layers else number}
 
 
-def streamed_numbers(layers: int) -> list[int]:
-    """Return the numbers of streamed layers to try: about each eighth, even, as a loop of two buffers wants them."""
-    numbers = {min(layers, 2 * math.ceil(layers * part / STREAMED_PARTS / 2)) for part in range(1, STREAMED_PARTS)}
+def streamed_numbers(layers: int, parts: int = STREAMED_PARTS) -> list[int]:
+    """Return the numbers of streamed layers to try: so many, about even parts, as a loop of two buffers wants them."""
+    numbers = {min(layers, 2 * math.ceil(layers * part / parts / 2)) for part in range(1, parts)}
     return [*sorted(numbers - {layers}), layers]
 
 
@@ -143,20 +158,21 @@ def _nothing_left(config: ConfigureConfig, count: int, shapes: ModelConfig) -> s
         if config.strategy == "layerwise":
             model = f" and {shapes.num_layers} layers"
         return f"--strategy {config.strategy}: does not go with {devices}{model}; what does: {', '.join(of_count)}"
-    names = (("strategy", config.strategy), ("remat", config.remat), ("offload.weights", config.offload.weights),
-             ("offload.activations", config.offload.activations))  # fmt: skip
+    offload = config.offload
+    names = (("strategy", config.strategy), ("remat", config.remat), ("offload.weights", offload.weights),
+             ("offload.activations", offload.activations), ("offload.optimizer", offload.optimizer))  # fmt: skip
     given = " ".join(f"--{name} {str(value).lower()}" for name, value in names if value not in (None, "auto"))
     return (
         f"{given}: do not go together for {devices}. Layers are streamed (offload.weights) with remat full and a "
-        "strategy streaming or streamed-fsdp, and activations wait in host memory with remat full or attention: leave "
-        "one of these out"
+        "strategy streaming, streamed-fsdp or streamed-layerwise, and activations wait in host memory with remat full "
+        "or attention: leave one of these out"
     )
 
 
 def _given(config: ConfigureConfig, model: str) -> dict[str, Any]:
     """The options of train that the options of configure say outright."""
-    names = ("quantization", "sequence_length", "compute_dtype", "packing", "epochs")
-    given: dict[str, Any] = {name: getattr(config, name) for name in names}
+    names = ("quantization", "embeddings", "sequence_length", "compute_dtype", "packing", "epochs")
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(config, name)) is not None}
     given |= {f"lora.{name}": value for name, value in config.lora.model_dump().items()}
     return {"model": model, **given}
 

@@ -76,7 +76,10 @@ def _advice(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> s
             return f"The first change that fits is {flags}: {peak / GIB:.2f} GiB."
         if compiled == MOST_COMPILED:
             break
-    return "No change of optimizer, remat, offload, micro-batch or sequence length makes it fit: use more devices."
+    return (
+        "No change of optimizer, remat, offload, embeddings, micro-batch or sequence length makes it fit: use more "
+        "devices."
+    )
 
 
 def _written(value: Any) -> str:
@@ -85,7 +88,14 @@ def _written(value: Any) -> str:
 
 def _changes(config: TrainConfig) -> Iterator[Settings]:
     """Go through changes from cheap to dear: one, then two, then three kinds of them."""
-    found = (_optimizer(config), _kept(config), _rows(config), _weights(config), _tokens(config))
+    found = (
+        _optimizer(config),
+        _kept(config),
+        _rows(config),
+        _weights(config),
+        _embeddings(config),
+        _tokens(config),
+    )
     kinds = [kind for kind in found if kind]
     for number in (1, 2, 3):
         for chosen in combinations(kinds, number):
@@ -94,7 +104,12 @@ def _changes(config: TrainConfig) -> Iterator[Settings]:
 
 
 def _optimizer(config: TrainConfig) -> list[Settings]:
-    return [{"optimizer": "adamw_8bit"}] if config.optimizer == "adamw" else []
+    smaller: list[Settings] = [{"optimizer": "adamw_8bit"}] if config.optimizer == "adamw" else []
+    return smaller if config.offload.optimizer else [*smaller, {"offload.optimizer": True}]
+
+
+def _embeddings(config: TrainConfig) -> list[Settings]:
+    return [{"embeddings": "int8"}] if config.embeddings == "none" else []
 
 
 def _weights(config: TrainConfig) -> list[Settings]:

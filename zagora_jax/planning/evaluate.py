@@ -19,9 +19,10 @@ from zagora_jax.planning.compiled import compile_planned
 from zagora_jax.planning.host import HostNeeds, host_needs
 from zagora_jax.planning.machine import Machine
 from zagora_jax.planning.memory import DeviceMemory, read_by_estimate, read_memory
+from zagora_jax.planning.micro_batch import Work
 from zagora_jax.planning.model import PlannedModel
 from zagora_jax.planning.shapes import Shapes, mesh_shape
-from zagora_jax.planning.time_model import StepTime, Work, step_time
+from zagora_jax.planning.time_model import StepTime, step_time
 
 Say = Callable[[str], None]
 

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zagora_jax.checkpoints.cache_writer import WAITING_BYTES
+from zagora_jax.checkpoints.read_ahead import PIECE_BYTES, READERS
 from zagora_jax.config import TrainConfig
 from zagora_jax.host_memory import RESERVE
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.shapes import Shapes, mesh_shape
 
-# Weights are read a tensor at a time: as stored, as float32, and what is made of it.
-TENSOR_COPIES = 3
+# Of a tensor that is being read: what the threads hold, and what goes to the device. Measured beside full-size layers
+# of 70B on a GPU: 0.34 GiB, and 0.48 where a fast disk took what the cache of quantised layers keeps (docs/loading.md).
+PIECES = READERS + 1
+STORED_BYTES = 4  # of a weight in a checkpoint, at most
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class HostNeeds:
     """Bytes of the host, and what is there; None where the plan is for another machine, or nobody said.
 
     Attributes:
-        loading: memory of the process while it reads weights, streamed layers' pinned memory included.
+        loading: memory of the process while it reads weights: pieces of tensors, quantised layers that wait for being
+            written to their cache, as many as a slow disk makes wait, and streamed layers' pinned memory.
         pinned: memory that the GPUs' offloaded arrays take, all GPUs together.
         saving: memory for one copy of the training state.
         checkpoints: disk for the kept checkpoints, one being written, and the adapter.
@@ -75,11 +80,13 @@ def host_needs(
     mesh = mesh_shape(config)
     devices, shards = math.prod(mesh.values()) // mesh["stage"], mesh["fsdp"] * mesh["tensor"]  # of a stage
     adapters = sum(memory.lora for memory in stages) * shards
-    moments = sum(memory.optimizer for memory in stages) * shards
+    moments = sum(memory.optimizer for memory in stages) * shards + sum(shapes.moments_on_host(config)) * shards
     state = adapters + moments + sum(memory.error_feedback for memory in stages) * devices
     kept = config.keep_checkpoints + 1
     return HostNeeds(
-        loading=TENSOR_COPIES * 4 * largest + sum(memory.waiting for memory in stages) * devices,
+        loading=PIECES * min(PIECE_BYTES, STORED_BYTES * largest)
+        + _waiting_for_the_cache(config, shapes)
+        + sum(memory.waiting for memory in stages) * devices,
         pinned=sum(memory.host for memory in stages) * devices,
         saving=state,
         checkpoints=kept * state + 2 * adapters,
@@ -87,6 +94,12 @@ def host_needs(
         memory_there=host_memory,
         disk_free=shutil.disk_usage(_existing(config.output)).free if here else None,
     )
+
+
+def _waiting_for_the_cache(config: TrainConfig, shapes: Shapes) -> int:
+    if config.quantized_folder is None or config.quantization == "none":
+        return 0
+    return min(WAITING_BYTES, shapes.layer_weight_bytes * shapes.base.model.config.num_layers)
 
 
 def _existing(path: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sharding.targets import GPUS
 from zagora_jax.config import ConfigureConfig
-from zagora_jax.planning.candidates import Candidate, candidates, replicas_of
+from zagora_jax.planning.candidates import EMBEDDINGS, Candidate, candidates, replicas_of
 from zagora_jax.planning.evaluate import Evaluated, Evaluator
 from zagora_jax.planning.machine import Machine
 from zagora_jax.planning.strategies import Settings
@@ -62,21 +62,23 @@ def choose(config: ConfigureConfig, evaluator: Evaluator) -> Choice:
     Raises:
         UserError: an option that leaves nothing to search.
     """
-    ranked = _ranked(_estimates(config, evaluator), evaluator)
-    found = [evaluated for evaluated in ranked if evaluator.host_holds(evaluated)]
-    chosen = _fastest_that_fits(found, evaluator)
-    if chosen is None:
-        least = min(found or ranked, key=lambda e: e.memory.peak)
-        if evaluator.compiles:
-            least = evaluator.compile(least.candidate)
-        return Choice(least, fits=False, changes=tuple(_changes(config, evaluator)))
-    return Choice(
-        chosen,
-        fits=True,
-        alternatives=tuple(_alternatives(found, chosen, evaluator)),
-        longest_sequence=_longest_sequence(found, evaluator),
-        largest_micro_batch=_largest_micro_batch(chosen, evaluator),
-    )
+    for embeddings in EMBEDDINGS if config.embeddings is None else (config.embeddings,):
+        held = config.model_copy(update={"embeddings": embeddings})
+        ranked = _ranked(_estimates(held, evaluator), evaluator)
+        found = [evaluated for evaluated in ranked if evaluator.host_holds(evaluated)]
+        chosen = _fastest_that_fits(found, evaluator)
+        if chosen is not None:
+            return Choice(
+                chosen,
+                fits=True,
+                alternatives=tuple(_alternatives(found, chosen, evaluator)),
+                longest_sequence=_longest_sequence(found, evaluator),
+                largest_micro_batch=_largest_micro_batch(chosen, evaluator),
+            )
+    least = min(found or ranked, key=lambda e: e.memory.peak)
+    if evaluator.compiles:
+        least = evaluator.compile(least.candidate)
+    return Choice(least, fits=False, changes=tuple(_changes(config, evaluator)))
 
 
 def _estimates(config: ConfigureConfig, evaluator: Evaluator) -> list[Evaluated]:
@@ -91,8 +93,9 @@ def _candidates(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[Candi
 def _ranked(found: Sequence[Evaluated], evaluator: Evaluator) -> list[Evaluated]:
     """Order from fast to slow.
 
-    Of equal speed, 32-bit moments go before 8-bit ones, then the most rows a step, the fewest streamed layers, and what
-    needs least. Streaming goes last for a host of which nobody said how much it holds.
+    Of equal speed, 32-bit moments go before 8-bit ones, moments on the device before those on the host, then the most
+    rows a step, the fewest streamed layers, and what needs least. Streaming goes last for a host of which nobody said
+    how much it holds.
     """
 
     def key(evaluated: Evaluated) -> tuple:
@@ -101,7 +104,8 @@ def _ranked(found: Sequence[Evaluated], evaluator: Evaluator) -> list[Evaluated]
         rows = config.micro_batch_size * config.gradient_accumulation_steps * replicas_of(config)
         waiting = sum(memory.waiting for memory in evaluated.stages)
         unknown = waiting > 0 and evaluator.machine.host_memory is None
-        return (unknown, -step, config.optimizer != "adamw", -rows, waiting, evaluated.memory.peak)
+        moments = (config.optimizer != "adamw", config.offload.optimizer)
+        return (unknown, -step, *moments, -rows, waiting, evaluated.memory.peak)
 
     return sorted(found, key=key)
 
@@ -134,8 +138,11 @@ def _alternatives(found: Sequence[Evaluated], chosen: Evaluated, evaluator: Eval
 def _longest_sequence(found: Sequence[Evaluated], evaluator: Evaluator) -> Bound | None:
     """Search over all kinds of settings: the longest is that of one which keeps little."""
     best: Bound | None = None
+    configs = [evaluated.candidate.config for evaluated in found]
+    moments = min(configs, key=lambda config: (config.optimizer != "adamw_8bit", not config.offload.optimizer))
     for candidate in {e.candidate.kind: e.candidate for e in found}.values():
-        least: dict[str, Any] = {"micro_batch_size": 1, "optimizer": _smallest_optimizer(found)}
+        least: dict[str, Any] = {"micro_batch_size": 1, "optimizer": moments.optimizer}
+        least |= {"offload__optimizer": True} if moments.offload.optimizer else {}
         if candidate.config.streamed_weights != "none":
             weights = [e.candidate.config.offload.weights for e in found if e.candidate.kind == candidate.kind]
             least |= {"gradient_accumulation_steps": 1, "offload__weights": max(weights, key=lambda n: (n == "all", n))}
@@ -148,11 +155,6 @@ def _longest_sequence(found: Sequence[Evaluated], evaluator: Evaluator) -> Bound
         if bound is not None and (best is None or bound.value * SEQUENCE_MULTIPLE > best.value):
             best = Bound(bound.value * SEQUENCE_MULTIPLE, bound.by)
     return best
-
-
-def _smallest_optimizer(found: Sequence[Evaluated]) -> str:
-    names = {evaluated.candidate.config.optimizer for evaluated in found}
-    return "adamw_8bit" if "adamw_8bit" in names else names.pop()
 
 
 def _largest_micro_batch(chosen: Evaluated, evaluator: Evaluator) -> Bound | None:
@@ -229,7 +231,11 @@ def _would_fit(config: ConfigureConfig, evaluator: Evaluator, *changes: Change) 
 
 def _least(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[Candidate]:
     """Go through the candidates that need least: if these do not fit, none does."""
-    least = {"micro_batch_size": config.micro_batch_size or 1, "optimizer": config.optimizer or "adamw_8bit"}
+    least = {
+        "micro_batch_size": config.micro_batch_size or 1,
+        "optimizer": config.optimizer or "adamw_8bit",
+        "embeddings": config.embeddings or EMBEDDINGS[-1],
+    }
     found = _candidates(config.model_copy(update=least), evaluator)
     for candidate in found:
         streams = candidate.config.streamed_weights != "none"
@@ -251,10 +257,10 @@ def _lower_rank(config: ConfigureConfig) -> Iterator[Change]:
 
 def _unpinned(config: ConfigureConfig) -> Iterator[Change]:
     """Yield what the options hold fast and could let go."""
-    for name in ("micro_batch_size", "rows_per_step", "optimizer", "remat", "strategy"):
+    for name in ("micro_batch_size", "rows_per_step", "optimizer", "remat", "strategy", "embeddings"):
         if getattr(config, name) is not None:
             yield Change(f"without --{name.replace('_', '-')} {getattr(config, name)}", {name: None})
-    for name, free in {"activations": None, "weights": "auto"}.items():
+    for name, free in {"activations": None, "weights": "auto", "optimizer": None}.items():
         if (given := getattr(config.offload, name)) != free:
             text = f"without --offload.{name} {str(given).lower()}"
             yield Change(text, {"offload": config.offload.model_copy(update={name: free})})

@@ -3,13 +3,14 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from models.llama import Ends, linear_modules
+from models.llama import Ends, Llama, linear_modules
 from models.parameters import split
 from models.stream_order import StreamOrder, stream_order
 from sharding.mesh import AXES
@@ -52,24 +53,41 @@ class Shapes:
     def __init__(self, base: BaseModel):
         self.base = base
         self._state = functools.cache(self._state_of)
-        self._arguments = functools.cache(self._arguments_of)
+        self._weights = functools.cache(self._weights_of)
+        self._trained = functools.cache(self._trained_of)
         self._waiting = functools.cache(self._waiting_of)
+        self._part = functools.cache(self._part_of)
+        self._layers: dict[tuple[int, str], tuple[int, ...]] = {}
 
     def arguments(self, config: TrainConfig) -> tuple[Arguments, ...]:
         """Return what the step's arguments take of each device, the batch left out: for each stage, if in stages."""
-        exchange = (config.gradient_compression, config.gradient_exchange)
-        axes, optimizer = tuple(mesh_shape(config).items()), (config.optimizer, config.offload.optimizer)
-        of_streams = functools.partial(
-            self._arguments, config.embeddings, optimizer, config.compute_dtype, exchange, axes
+        weights = self._weights_of_stages(config)
+        return tuple(
+            Arguments(held, trained.lora, trained.of_optimizer(config.offload.optimizer), trained.error_feedback)
+            for held, trained in zip(weights, self._trained_of_stages(config), strict=True)
         )
+
+    def moments_on_host(self, config: TrainConfig) -> tuple[int, ...]:
+        """Return the bytes of moments that wait in host memory for a device of each stage."""
+        return tuple(trained.moments if config.offload.optimizer else 0 for trained in self._trained_of_stages(config))
+
+    def _weights_of_stages(self, config: TrainConfig) -> tuple[int, ...]:
+        of_streams = functools.partial(self._weights, config.embeddings, tuple(mesh_shape(config).items()))
         streams, layers = self.streams(config), self.layers(config)
         if self.in_one_program(config):
-            return of_streams((None,), layers) * len(layers)
+            return of_streams((None,), ()) * len(layers)
         if len(layers) > 1 or streams[0] is None or (resident := layers[0] - streams[0].streamed_layers) == 0:
             return of_streams(streams, layers)
         # Each resident layer takes as much: two numbers of them tell of all.
         none, one = (of_streams((stream_order(layers[0], layers[0] - count),), layers)[0] for count in (0, 1))
-        return (replace(none, weights=none.weights + resident * (one.weights - none.weights)),)
+        return (none + resident * (one - none),)
+
+    def _trained_of_stages(self, config: TrainConfig) -> tuple["_Trained", ...]:
+        exchange = (config.gradient_compression, config.gradient_exchange)
+        axes, streams = tuple(mesh_shape(config).items()), config.streamed_weights != "none"
+        of_layers = functools.partial(self._trained, config.optimizer, config.compute_dtype, exchange, axes, streams)
+        layers = self.layers(config)
+        return of_layers(()) * len(layers) if self.in_one_program(config) else of_layers(layers)
 
     def in_one_program(self, config: TrainConfig) -> bool:
         """Whether equal stages share one program."""
@@ -85,7 +103,11 @@ class Shapes:
         """Return how many layers each stage has; all of them without stages."""
         if config.strategy != "layerwise":
             return (self.base.model.config.num_layers,)
-        return tuple(layers_of_stages(config, self.base.model, _abstract(mesh_shape(config))))
+        shape = mesh_shape(config)
+        key = (shape["stage"], str(config.stage_layers))
+        if key not in self._layers:
+            self._layers[key] = tuple(layers_of_stages(config, self.base.model, _abstract(shape)))
+        return self._layers[key]
 
     def streams(self, config: TrainConfig) -> tuple[StreamOrder | None, ...]:
         """Return which layers of each stage wait in host memory, None: none do. Not in stages, there is one."""
@@ -117,28 +139,41 @@ class Shapes:
     def _adapters(self) -> nnx.State:
         return split(self.base.model)[2]
 
-    def _arguments_of(
-        self,
-        embeddings: str,
-        optimizer: tuple[str, bool],
-        dtype: str,
-        exchange: tuple[str, str],
-        axes: Axes,
-        streams: tuple[StreamOrder | None, ...],
-        layers: tuple[int, ...],
-    ) -> tuple[Arguments, ...]:
-        name, on_host = optimizer
-        model, whole = self.base.model.with_embeddings(embeddings), self._state(name, dtype)
-        if len(streams) == 1:
-            mesh = _abstract(dict(axes))
-            return (_held(Distribution(mesh, model, *exchange, streams[0], moments_on_host=on_host), whole),)  # type: ignore[arg-type]
-        mesh = _abstract({**dict(axes), "stage": 1})
-        found, first = [], 0
-        for index, count in enumerate(layers):
-            part = model.part(count, Ends(first=index == 0, last=index == len(layers) - 1))
-            distribution = Distribution(mesh, part, exchange[0], "synchronous", streams[index], on_host)  # type: ignore[arg-type]
-            stage = Stage(first, distribution)
-            found.append(_held(stage.distribution, stage.part_of(whole)))
+    def _part_of(self, embeddings: str, count: int, ends: Ends) -> Llama:
+        model = self.base.model.with_embeddings(embeddings)
+        return model if count == model.config.num_layers else model.part(count, ends)
+
+    def _parts(self, embeddings: str, axes: Axes, layers: tuple[int, ...]) -> list[tuple[AbstractMesh, Llama]]:
+        """Return the mesh and the model of each stage; of equal stages in one program (`layers` is empty), of all."""
+        if not layers:
+            return [(_abstract(dict(axes)), self._part(embeddings, self.base.model.config.num_layers, Ends()))]
+        mesh, last = _abstract({**dict(axes), "stage": 1}), len(layers) - 1
+        ends = [Ends(first=index == 0, last=index == last) for index in range(len(layers))]
+        return [(mesh, self._part(embeddings, count, end)) for count, end in zip(layers, ends, strict=True)]
+
+    def _weights_of(
+        self, embeddings: str, axes: Axes, streams: tuple[StreamOrder | None, ...], layers: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return the bytes of frozen parameters of a device of each stage."""
+        parts = zip(self._parts(embeddings, axes, layers), streams, strict=True)
+        return tuple(
+            _device_bytes(Distribution(mesh, model, stream=stream).frozen)  # type: ignore[arg-type]
+            for (mesh, model), stream in parts
+        )
+
+    def _trained_of(
+        self, optimizer: str, dtype: str, exchange: tuple[str, str], axes: Axes, streams: bool, layers: tuple[int, ...]
+    ) -> tuple["_Trained", ...]:
+        """Return the bytes of the training state of a device of each stage."""
+        whole, found, first = self._state(optimizer, dtype), [], 0
+        compression, when = exchange
+        for mesh, model in self._parts(self.base.model.embeddings, axes, layers):
+            count = model.config.num_layers
+            order = stream_order(count, count) if streams else None
+            when = "synchronous" if len(layers) > 1 else when
+            distribution = Distribution(mesh, model, compression, when, order, moments_on_host=True)  # type: ignore[arg-type]
+            of_stage = Stage(first, distribution).part_of(whole) if len(layers) > 1 else whole
+            found.append(_Trained.of(distribution.state(of_stage)))
             first += count
         return tuple(found)
 
@@ -159,8 +194,26 @@ def _abstract(shape: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def _held(distribution: Distribution, whole: TrainState) -> Arguments:
-    kinds = distribution.device_bytes(whole)
-    names = ("LoRA", "optimizer", "residuals", "pending gradients")
-    lora, moments, residuals, pending = (kinds.pop(name) for name in names)
-    return Arguments(sum(kinds.values()), lora, moments, residuals + pending)
+@dataclass(frozen=True)
+class _Trained:
+    """Bytes of one device's training state; `moments` may wait in host memory, `counters` do not."""
+
+    lora: int
+    moments: int
+    counters: int
+    error_feedback: int
+
+    @classmethod
+    def of(cls, state: TrainState) -> "_Trained":
+        """Sum the Spreads of a state whose moments are on the host."""
+        moments = sum(spread.host_bytes for spread in jax.tree.leaves(state.optimizer))
+        error_feedback = _device_bytes(state.residuals) + _device_bytes(state.pending)
+        return cls(_device_bytes(state.adapters), moments, _device_bytes(state.optimizer), error_feedback)
+
+    def of_optimizer(self, on_host: bool) -> int:
+        """What of the optimizer is on the device."""
+        return self.counters + (0 if on_host else self.moments)
+
+
+def _device_bytes(spreads: Any) -> int:
+    return sum(spread.device_bytes for spread in jax.tree.leaves(spreads))

@@ -60,6 +60,12 @@ def _layerwise(count: int, model: ModelConfig) -> Iterable[Settings]:
         yield _mesh("layerwise", stage=count)
 
 
+def _replicated_layerwise(count: int, model: ModelConfig) -> Iterable[Settings]:
+    for stages in _proper_divisors(count):
+        if stages <= model.num_layers:
+            yield _mesh("layerwise", data=count // stages, stage=stages)
+
+
 def _replicated_fsdp(count: int, model: ModelConfig) -> Iterable[Settings]:
     for shards in _proper_divisors(count):
         yield _mesh("fsdp", data=count // shards, fsdp=shards)
@@ -95,10 +101,12 @@ STRATEGIES = (
     Strategy("fsdp", "each card holds a part of the 4-bit weights and gathers a layer at a time", _fsdp),
     Strategy("replicas", "each card holds all weights; gradients are exchanged", _replicas),
     Strategy("layerwise", "each card keeps its own layers, and micro-batches flow through", _layerwise),
+    Strategy("replicated-layerwise", "several such pipelines; gradients travel between them", _replicated_layerwise),
     Strategy("replicated-fsdp", "groups of cards share the weights; gradients travel between groups", _replicated_fsdp),
     Strategy("tensor", "each card computes a part of every layer; activations are summed", _tensor),
     Strategy("tensor-fsdp", "fsdp of groups of cards that compute each layer together", _tensor_fsdp),
     Strategy("replicated-tensor", "replicas of groups of cards that compute each layer together", _replicated_tensor),
     Strategy("streaming", "layers wait in host memory; each card brings its own", _streaming, streams=True),
     Strategy("streamed-fsdp", "as fsdp, with layers waiting in host memory", _fsdp, streams=True),
+    Strategy("streamed-layerwise", "as layerwise, with layers waiting in host memory", _layerwise, streams=True),
 )

@@ -1,37 +1,21 @@
-"""How long a train step takes: arithmetic, memory traffic and what travels, from the vendor's figures of the cards.
+"""How long a train step takes.
 
     step = micro-batches x (passes over the layers + output head) + gradient exchange + update
 
-A pass takes its arithmetic and memory traffic one after the other, and hides what travels under them, as far as it can:
-gathered weights, layer inputs that wait in host memory, and layers that are streamed from there, twice a step however
-many micro-batches there are. Sums of activations, between devices that compute a layer together, hide under nothing.
-The layers' products count 2 operations a weight and token forwards, 2 backwards (the frozen weights have no gradient),
-and 2 for what the backward pass computes again. The constants below stand for what the figures leave out. They were
-fitted to the runs in benchmarks/README.md (H200), and to Answer.AI's published runs of another trainer for GeForce and
-RTX A5000 cards (see docs/configure.md); those of other cards are by analogy.
+See `zagora_jax.planning.micro_batch` for what is counted, and where the constants come from.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.config import ModelConfig
-from models.llama import linear_modules
 from sharding.compression import wire_bytes
 from sharding.schedule import simulate
 from sharding.targets import Gpu
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.links import Link
-from zagora_jax.planning.shapes import Shapes, mesh_shape
-
-# Part of the published bfloat16 rate that large matrix products sustain. GeForce cards come close, since theirs is
-# half of what the chip could do; workstation and data-centre cards are held back by their power limits.
-SUSTAINED = {"rtx": 0.8, "a4": 0.5, "a5": 0.5, "a6": 0.5, "l4": 0.4, "l40s": 0.6, "a100": 0.8, "h": 0.7}
-ATTENTION = {"cudnn": 0.5, "chunked": 0.2, "reference": 0.1}  # of the sustained rate
-BANDWIDTH = 0.85  # of the published memory bandwidth
-HIDDEN = 0.85  # of the computing time that transfers can hide under
-GATHERS, LATENCY = 25, 20e-6  # a layer and pass: exchanges of codes, scales and adapters; seconds to start one
-ADAPTER_GATHERS = 14  # the same of adapters alone
-BYTES_A_WIDTH, BYTES_AN_INTERMEDIATE = 48, 20  # read and written by element-wise work, a token, layer and pass
+from zagora_jax.planning.micro_batch import HIDDEN, MicroBatch, Work
+from zagora_jax.planning.shapes import mesh_shape
+from zagora_jax.streaming import streamed_of_stages
 
 
 @dataclass(frozen=True)
@@ -61,32 +45,6 @@ class StepTime:
         return self.tokens / self.seconds
 
 
-@dataclass(frozen=True)
-class Work:
-    """What of a model decides how long it takes: numbers of weights of one layer, and widths."""
-
-    shapes: ModelConfig
-    weights: int  # of the linear modules
-    down: int  # of the last one, whose result the backward pass does without
-    adapters: int
-    weight_bytes: float  # stored, a weight
-
-    @classmethod
-    def of(cls, shapes: Shapes) -> "Work":
-        """Measure a declared model."""
-        model = shapes.base.model
-        sizes = {path: module.in_features * module.out_features for path, module in linear_modules(model).items()}
-        weights = sum(sizes.values())
-        down = next(size for path, size in sizes.items() if path.endswith("down_proj"))
-        return cls(model.config, weights, down, shapes.layer_adapter_elements, shapes.layer_weight_bytes / weights)
-
-
-def sustained(gpu: Gpu) -> float:
-    """Return the operations a second that large products reach."""
-    prefix = max((prefix for prefix in SUSTAINED if gpu.kind.startswith(prefix)), key=len)
-    return gpu.bf16_tflop_s * 1e12 * SUSTAINED[prefix]
-
-
 def step_time(
     config: TrainConfig,
     work: Work,
@@ -113,164 +71,110 @@ def step_time(
     tokens = batch.tokens * times * mesh["data"] * mesh["fsdp"]
     shards = mesh["fsdp"] * mesh["tensor"]
     update = 40 * work.adapters * max(layers) / shards / batch.bandwidth  # parameters, gradients and moments
-    exchanged = _exchanged(config, work, mesh) / (link.gpu_gb_s * 1e9)
+    waiting = work.moment_bytes(config) * max(layers) / shards / (link.host_gb_s * 1e9)
+    waiting += _exchanged(config, work, mesh) / (link.gpu_gb_s * 1e9)
     if len(layers) == 1:
-        products, traffic = (batch.products + batch.head) * times, batch.traffic * times + update
-        return StepTime(products, traffic, batch.waiting(times) + exchanged, tokens)
+        products, traffic = batch.products + batch.head, batch.traffic + batch.head_traffic
+        return StepTime(products * times, traffic * times + update, batch.waiting(times) + waiting, tokens)
     if one_program:
-        stages = len(layers)
-        of_tick = (batch.products + batch.traffic) / stages
-        # The last stage's result goes to all, whose terms of its gradient are summed: float32.
-        shared = 2 * (stages - 1) / stages * (2 + 4) * batch.tokens * work.shapes.hidden_size / (link.gpu_gb_s * 1e9)
-        products, traffic = (batch.products + batch.head) * times / stages, batch.traffic * times / stages + update
-        return StepTime(products, traffic, (stages - 1) * of_tick + times * shared + exchanged, tokens)
-    # A stage's forward task is one pass of its layers; its backward task computes that again, and the rest.
-    shares = [count / sum(layers) for count in layers]
-    busy, forward = batch.products + batch.traffic, 1 / (2 + batch.again)
-    backward = [share * busy * (1 - forward) + (batch.head if index == len(layers) - 1 else 0)
-                for index, share in enumerate(shares)]  # fmt: skip
-    sent = 2 * batch.tokens * work.shapes.hidden_size / (link.gpu_gb_s * 1e9)
-    timeline = simulate([share * busy * forward for share in shares], backward, times, transfer=sent)
-    products = (batch.products + batch.head) * times / len(layers)
-    traffic = batch.traffic * times / len(layers) + update
-    return StepTime(products, traffic, timeline.seconds + update - products - traffic + exchanged, tokens)
+        return _in_one_program(batch, len(layers), update, waiting)
+    stages = _Stages(batch, layers, streamed_of_stages(config.streamed_weights, layers))
+    products, traffic = stages.products * times / len(layers), stages.traffic * times / len(layers)
+    return StepTime(products, traffic + update, stages.seconds - products - traffic + waiting, tokens)
+
+
+def _in_one_program(batch: MicroBatch, stages: int, update: float, waiting: float) -> StepTime:
+    """Of equal stages, which compute a forward pass again as a whole, and wait in every tick for each other."""
+    times, mesh = batch.config.gradient_accumulation_steps, mesh_shape(batch.config)
+    products, traffic = batch.products + batch.forward_products, batch.traffic + batch.forward_traffic
+    of_tick = (products + traffic) / stages
+    # The last stage's result goes to all, whose terms of its gradient are summed: float32.
+    size = (2 + 4) * batch.tokens * batch.work.shapes.hidden_size
+    shared = 2 * (stages - 1) / stages * size / (batch.link.gpu_gb_s * 1e9)
+    return StepTime(
+        (products + batch.head) * times / stages,
+        (traffic + batch.head_traffic) * times / stages + update,
+        (stages - 1) * of_tick + times * shared + waiting,
+        batch.tokens * times * mesh["data"] * mesh["fsdp"],
+    )
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Seconds of one micro-batch on a device, or through all stages."""
+class _Stages:
+    """The tasks of stages that pass micro-batches on, in seconds.
 
-    config: TrainConfig
-    work: Work
-    gpu: Gpu
-    link: Link
-    kernel: str
+    A stage before the last computes a forward pass in its forward task, and again in its backward task, unless the
+    forward task has kept its layers' inputs in host memory. The last stage has both passes in one task. Streamed layers
+    come for every task anew, and hide under that task alone.
 
-    @property
-    def tokens(self) -> int:
-        """Of a device."""
-        return self.config.micro_batch_size * self.config.sequence_length
+    Attributes:
+        batch: a micro-batch, through all stages.
+        layers: of each stage.
+        streamed: those of them that wait in host memory.
+    """
 
-    @property
-    def parts(self) -> int:
-        """Devices that compute each layer together."""
-        return mesh_shape(self.config)["tensor"]
+    batch: MicroBatch
+    layers: Sequence[int]
+    streamed: Sequence[int]
 
     @property
-    def rate(self) -> float:
-        """Operations a second of products."""
-        return sustained(self.gpu)
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second of device memory."""
-        return self.gpu.bandwidth_gb_s * 1e9 * BANDWIDTH
-
-    @property
-    def again(self) -> float:
-        """Forward passes of a layer that come again in its backward pass; stages compute theirs again as a whole."""
-        return {"none": 0.0, "nested": 2.0}.get(self.config.remat, 1.0) + (self.config.strategy == "layerwise")
-
-    @property
-    def recomputed(self) -> float:
-        """The same of its products: the last one's result is not needed again."""
-        return self.again - self.work.down / self.work.weights if self.again else 0.0
+    def seconds(self) -> float:
+        """Of an optimizer step, but for exchange and update."""
+        batch, stages = self.batch, range(len(self.layers))
+        sent = 2 * batch.tokens * batch.work.shapes.hidden_size / (batch.link.gpu_gb_s * 1e9)
+        forward, backward = [self._forward(stage) for stage in stages], [self._backward(stage) for stage in stages]
+        return simulate(forward, backward, batch.config.gradient_accumulation_steps, transfer=sent).seconds
 
     @property
     def products(self) -> float:
-        """Of the layers: linear modules and attention."""
-        shapes = self.work.shapes
-        linear = 2 * self.tokens * shapes.num_layers * self.work.weights * (2 + self.recomputed)
-        # Scores and values of half of all pairs, forwards; backwards it is two and a half times that.
-        width = shapes.num_heads * shapes.head_dim
-        attention = 2 * self.tokens * self.config.sequence_length * width * shapes.num_layers
-        passes = 3.5 + self.again - (self.config.remat == "attention")
-        return (linear / self.rate + passes * attention / (self.rate * ATTENTION[self.kernel])) / self.parts
-
-    @property
-    def head(self) -> float:
-        """Of the loss: logits, and the gradient of the hidden states."""
-        return 4 * self.tokens * self.work.shapes.vocab_size * self.work.shapes.hidden_size / self.rate / self.parts
+        """Of a micro-batch, in all stages."""
+        return self.batch.products + self._again * self.batch.forward_products + self.batch.head
 
     @property
     def traffic(self) -> float:
-        """Of device memory beside the products: weights dequantised, element-wise work, what is kept."""
-        shapes = self.work.shapes
-        wide = 0 if self.config.quantization == "none" else 2  # bytes of a dequantised weight, written and read again
-        dequantised = self.work.weights * (2 + self.recomputed) * (self.work.weight_bytes + 2 * wide) / self.parts
-        of_width = BYTES_A_WIDTH * shapes.hidden_size
-        element_wise = of_width + BYTES_AN_INTERMEDIATE * shapes.intermediate_size / self.parts
-        of_token = element_wise * (2 + self.again) + 2 * _kept_bytes(self.config, shapes)
-        return shapes.num_layers * (dequantised + self.tokens * of_token) / self.bandwidth
+        """The same of memory traffic."""
+        return self.batch.traffic + self._again * self.batch.forward_traffic + self.batch.head_traffic
 
-    def waiting(self, times: int) -> float:
-        """Of `times` micro-batches, for transfers that are not hidden under the layers' computation."""
-        # Streamed layers, and what is brought together, serve all micro-batches at once.
-        streamed = self.streamed_layers
-        rounds = 1 if streamed else times
-        at_once = times // rounds
-        busy = at_once * (self.products + self.traffic)
-        forward, backward = HIDDEN * busy / (2 + self.again), HIDDEN * busy * (1 + self.again) / (2 + self.again)
-        seconds = at_once * (self._vocabulary + self._summed) + self._gathered(forward + backward)
-        codes = streamed * self._layer_bytes / mesh_shape(self.config)["fsdp"]
-        inputs = 0
-        if self.config.offload.activations:
-            inputs = 2 * at_once * self.tokens * self.work.shapes.num_layers * self.work.shapes.hidden_size
-        # Forwards, inputs go to the host while codes come from there; backwards both come, one after the other.
-        rate = self.link.host_gb_s * 1e9
-        seconds += max(0.0, max(codes, inputs) / rate - forward) + max(0.0, (codes + inputs) / rate - backward)
-        return rounds * seconds
+    def _forward(self, stage: int) -> float:
+        """Of a stage's forward task; what the last stage waits for is counted with its backward pass."""
+        seconds, (codes, inputs) = self._share(stage) * self._pass, self._copies(stage)
+        if self._is_last(stage):
+            return seconds
+        return seconds + max(0.0, max(codes, inputs if self._keeps(stage) else 0) - HIDDEN * seconds)
+
+    def _backward(self, stage: int) -> float:
+        batch, (codes, inputs) = self.batch, self._copies(stage)
+        busy = self._share(stage) * (batch.products + batch.traffic)
+        if self._is_last(stage):
+            waiting = max(0.0, 2 * (codes + inputs) - HIDDEN * busy)
+            return busy - self._forward(stage) + batch.head + batch.head_traffic + waiting
+        if self._keeps(stage):
+            seconds = busy - self._share(stage) * self._pass
+            return seconds + max(0.0, codes + inputs - HIDDEN * seconds)
+        return busy + max(0.0, 2 * (codes + inputs) - HIDDEN * busy)
 
     @property
-    def streamed_layers(self) -> int:
-        """Layers that wait in host memory; where it is to be settled by the card, all."""
-        asked, layers = self.config.streamed_weights, self.work.shapes.num_layers
-        return asked if isinstance(asked, int) else 0 if asked == "none" else layers
+    def _pass(self) -> float:
+        return self.batch.forward_products + self.batch.forward_traffic
 
     @property
-    def _layer_bytes(self) -> float:
-        return self.work.weights * self.work.weight_bytes
+    def _again(self) -> float:
+        """The part of all layers whose forward pass is computed in two tasks."""
+        return sum(self._share(stage) for stage in range(len(self.layers) - 1) if not self._keeps(stage))
 
-    def _gathered(self, hideable: float) -> float:
-        """Of bringing each layer's weights and adapters together, once forwards and once backwards."""
-        mesh = mesh_shape(self.config)
-        shards, rate, layers = mesh["fsdp"], self.link.gpu_gb_s * 1e9, self.work.shapes.num_layers
-        if shards * self.parts == 1:
-            return 0.0
-        passes = 2.0 if self.streamed_layers else max(2.0, 1 + self.again)  # each gathers them
-        codes = self._layer_bytes / self.parts * (shards - 1) / shards
-        adapters = 2 * self.work.adapters * (shards * self.parts - 1) / (shards * self.parts)
-        exchanges = GATHERS if shards > 1 else ADAPTER_GATHERS
-        return max(0.0, passes * layers * (codes + adapters) / rate - hideable) + exchanges * LATENCY * layers * passes
+    def _keeps(self, stage: int) -> bool:
+        return self.streamed[stage] > 0 and self.batch.config.offload.activations
 
-    @property
-    def _vocabulary(self) -> float:
-        """Of looking words up and of the loss, whose tables are cut over the devices: hidden states both ways."""
-        mesh, width = mesh_shape(self.config), self.tokens * self.work.shapes.hidden_size
-        others = width * (2 * 2 + 2 + 4) * (mesh["fsdp"] - 1)
-        same = width * (2 + 4) * 2 * (self.parts - 1) / self.parts
-        return (others + same) / (self.link.gpu_gb_s * 1e9)
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self.layers) - 1
 
-    @property
-    def _summed(self) -> float:
-        """Of the sums of attention's and the feed-forward block's results, and of their inputs' gradients."""
-        if self.parts == 1:
-            return 0.0
-        sums = 4 + self.again  # what the feed-forward block adds is not needed again
-        size = 2 * 2 * self.tokens * self.work.shapes.hidden_size * (self.parts - 1) / self.parts
-        return self.work.shapes.num_layers * sums * (size / (self.link.gpu_gb_s * 1e9) + LATENCY)
+    def _share(self, stage: int) -> float:
+        return self.layers[stage] / sum(self.layers)
 
-
-def _kept_bytes(config: TrainConfig, shapes: ModelConfig) -> int:
-    """Bytes that the forward pass keeps of a layer's token for the backward pass, written and read."""
-    heads = (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim
-    match config.remat:
-        case "none":
-            return 2 * (6 * shapes.hidden_size + 3 * heads + 4 * shapes.intermediate_size)
-        case "attention":
-            return 2 * (shapes.hidden_size + shapes.num_heads * shapes.head_dim)
-        case _:
-            return 2 * shapes.hidden_size
+    def _copies(self, stage: int) -> tuple[float, float]:
+        """Return how long the stage's streamed layers take from the host, and its layers' inputs."""
+        batch, rate = self.batch, self.batch.link.host_gb_s * 1e9
+        return self.streamed[stage] * batch.layer_bytes / rate, self.layers[stage] * batch.offloaded_bytes / rate
 
 
 def _exchanged(config: TrainConfig, work: Work, mesh: dict[str, int]) -> float:

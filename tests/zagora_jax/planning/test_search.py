@@ -108,6 +108,51 @@ def test_fewer_layers_are_streamed_where_the_card_has_room():
     assert streamed[1] < (80 if streamed[0] == "all" else streamed[0])
 
 
+def test_the_smallest_card_holds_the_embeddings_in_fewer_bits_where_nothing_fits_without():
+    tight = {"model_size": "8B", "gpu": "rtx3060ti", "offload": {"weights": "none"}}
+    plain, _ = search(**tight, sequence_length=1024)
+    assert plain.chosen.candidate.config.embeddings == "none"
+    less, evaluator = search(**tight, sequence_length=4096)
+    config = less.chosen.candidate.config
+    assert less.fits
+    assert config.embeddings == "int8"
+    assert "embeddings int8" in str(less.chosen.candidate)
+    # Two tables of 128,256 x 4,096: 2 bytes a number, or 8.25 bits.
+    saved = evaluator.estimate(less.chosen.candidate.changed(embeddings="none")).memory.weights
+    assert saved - less.chosen.memory.weights == 2 * 128256 * 4096 * (16 - 8.25) / 8
+    assert search(**tight, sequence_length=4096, embeddings="nf4")[0].chosen.candidate.config.embeddings == "nf4"
+
+
+def test_stages_stream_their_own_layers():
+    slow = {"model_size": "70B", "gpu": "rtx3060", "gpu_count": 4, "interconnect": "pcie3-x4", "host_memory": 96}
+    choice, evaluator = search(**slow, strategy="streamed-layerwise")
+    config = choice.chosen.candidate.config
+    assert choice.fits
+    assert (config.strategy, config.mesh.stage) == ("layerwise", 4)
+    assert config.offload.weights != "none"
+    assert len(choice.chosen.stages) == 4
+    assert all(stage.waiting > 0 for stage in choice.chosen.stages)
+    assert evaluator.host(choice.chosen).pinned > sum(stage.waiting for stage in choice.chosen.stages)
+
+
+def test_pipelines_side_by_side_are_tried():
+    choice, _ = search(model_size="8B", gpu_count=4, strategy="replicated-layerwise")
+    assert (choice.chosen.candidate.config.mesh.data, choice.chosen.candidate.config.mesh.stage) == (2, 2)
+
+
+def test_moments_wait_on_the_host_where_that_is_asked_for():
+    here, _ = search(model_size="8B", optimizer="adamw", remat="full", micro_batch_size=1)
+    there, evaluator = search(
+        model_size="8B", optimizer="adamw", remat="full", micro_batch_size=1, offload={"optimizer": True}
+    )
+    assert there.chosen.candidate.config.offload.optimizer
+    assert not here.chosen.candidate.config.offload.optimizer
+    moments = 8 * evaluator.model.base.model.config.num_layers * evaluator._shapes.layer_adapter_elements
+    assert here.chosen.memory.optimizer - there.chosen.memory.optimizer == pytest.approx(moments, rel=0.01)
+    assert evaluator.host(there.chosen).pinned >= moments
+    assert there.chosen.time.waiting > here.chosen.time.waiting
+
+
 def test_what_is_given_about_offloading_is_kept():
     choice, _ = search(model_size="70B", host_memory=128, **ONE_CARD, offload={"weights": 70, "activations": True})
     config = choice.chosen.candidate.config
@@ -175,6 +220,7 @@ def test_options_that_leave_nothing_are_refused(options, message):
 
 def test_where_nothing_fits_each_single_change_would_do():
     options = {"model_size": "8B", "gpu": "rtx3060ti", "sequence_length": 4096, "offload": {"weights": "none"}}
+    options["embeddings"] = "none"
     choice, _ = search(**options)
     assert not choice.fits
     assert not choice.alternatives

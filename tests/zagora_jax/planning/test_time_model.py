@@ -10,8 +10,9 @@ from zagora_jax.base import open_base
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.candidates import train_config
 from zagora_jax.planning.links import find_link
+from zagora_jax.planning.micro_batch import Work
 from zagora_jax.planning.shapes import Shapes
-from zagora_jax.planning.time_model import Work, step_time
+from zagora_jax.planning.time_model import step_time
 
 
 @functools.cache
