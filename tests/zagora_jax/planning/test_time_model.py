@@ -136,7 +136,9 @@ def test_equal_stages_in_one_program_share_the_head_and_send_more():
     for micro_batches in (4, 32):
         one = step(micro_batches, "pcie5-x16", one_program=True, layers=[8] * 4)
         assert one.waiting / one.seconds == pytest.approx(idle_share(4, micro_batches), abs=0.03)
-        assert one.seconds < step(micro_batches, "pcie5-x16", one_program=False, layers=[8] * 4).seconds
+        # Stages with programs of their own: the last one computes its forward pass once less.
+        several = step(micro_batches, "pcie5-x16", one_program=False, layers=[8] * 4)
+        assert several.products < one.products < 1.08 * several.products
     slow = [step(32, "pcie3-x4", one_program=form, layers=[8] * 4).waiting for form in (True, False)]
     fast = [step(32, "pcie5-x16", one_program=form, layers=[8] * 4).waiting for form in (True, False)]
     assert slow[0] - fast[0] > slow[1] - fast[1]
