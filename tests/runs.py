@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -113,7 +114,7 @@ def remains(run: Path) -> list[Path]:
 
 def numbers(run: Path) -> list[dict[str, Any]]:
     """A run's metrics, without those that are never the same twice."""
-    timed = {"seconds", "tokens_per_second", "peak_memory_gib", "save_put_off"}
+    timed = {"seconds", "tokens_per_second", "peak_memory_gib", "idle", "save_put_off"}
     return [
         {name: value for name, value in line.items() if name not in timed}
         for line in read_metrics(run / "metrics.jsonl")
@@ -160,9 +161,19 @@ class Child:
         assert finished is None, f"no moment {moment!r} among {finished.moments}"
         assert exitcode == (-signal.SIGKILL if by == signal.SIGKILL else INTERRUPTED)
 
-    def kill(self, config: TrainConfig | ExportConfig, number: int, seconds: float) -> bool:
-        """Kill the process so long after the moment of that number; tells whether it was not at its end by then."""
-        exitcode, finished = self._run(config, Break(f"^{number}: ", signal.SIGKILL, seconds), all_saves=False)
+    def kill(self, config: TrainConfig | ExportConfig, moment: str, seconds: float, *, compiles: bool = False) -> bool:
+        """Kill the process so long after the first moment that matches; tells whether it was not at its end by then.
+
+        Args:
+            config: what to do until then.
+            moment: a regular expression.
+            seconds: the time after it.
+            compiles: whether programs are compiled anew, so that there is time for a kill meanwhile.
+        """
+        with tempfile.TemporaryDirectory(dir=self._folder) as empty:
+            folder = Path(empty) if compiles else None
+            end = Break(moment, signal.SIGKILL, seconds)
+            exitcode, finished = self._run(config, end, all_saves=False, compiled=folder)
         assert (exitcode, finished is None) in ((0, False), (-signal.SIGKILL, True), (-signal.SIGKILL, False))
         return finished is None
 
@@ -179,10 +190,12 @@ class Child:
         errors: Path | None = None,
         *,
         all_saves: bool = True,
+        compiled: Path | None = None,
     ) -> tuple[int | None, Finished | None]:
         """Return the exit status and what came of it; `all_saves` lets no save be put off."""
         receiver, sender = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_work, args=(config, self._folder, end, sender, errors, all_saves))
+        folder = compiled or self._folder
+        process = self._context.Process(target=_work, args=(config, folder, end, sender, errors, all_saves))
         process.start()
         sender.close()
         if not receiver.poll(TIMEOUT):

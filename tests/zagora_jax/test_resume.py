@@ -30,6 +30,10 @@ EVERYTHING = {
     "save_every": 3,
     "keep_checkpoints": 1,
 }
+COMPILING = ": part _compile_step"
+# 20 kills of a run in every run of the tests, and 5 of an export; 200 and 50 in the slow ones, in independent parts
+# that several processes can share: `pytest -m slow -n 12`.
+SLOW = pytest.mark.slow
 PLAIN = {"quantization": "none", "schedule": "constant", "max_steps": 8, "save_every": 3, "keep_checkpoints": 5}
 
 
@@ -108,16 +112,21 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_unbroken_one(world, ev
     assert [line["step"] for line in numbers(run)] == list(range(1, 13))
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_kills_at_random_times_lose_nothing(world, everything, tmp_path, kills):
-    """In any part of a run: each run is killed, gone on with and killed again until it is complete, and begun anew."""
+@pytest.mark.parametrize(("part", "kills"), [(0, 20), *(pytest.param(part, 10, marks=SLOW) for part in range(1, 21))])
+def test_kills_at_random_times_lose_nothing(world, everything, tmp_path, part, kills):
+    """In any part of a run: each run is killed, gone on with and killed again until it is complete, and begun anew.
+
+    One kill in ten falls into the seconds in which programs are compiled.
+    """
     folder, child = world
     options, unbroken = everything
-    rng = random.Random(kills)
+    rng = random.Random(part)
     run, complete = tmp_path / "0", 0
     while kills:
-        number, seconds = rng.randrange(len(unbroken.moments)), rng.choice([0.0, 0.3]) * rng.random()
-        if child.kill(configure(folder, run, resume=run.exists(), **options), number, seconds):
+        moment, seconds = f"^{rng.randrange(len(unbroken.moments))}: ", rng.choice([0.0, 0.3]) * rng.random()
+        if compiles := kills % 10 == 5:
+            moment, seconds = COMPILING, 4 * rng.random()
+        if child.kill(configure(folder, run, resume=run.exists(), **options), moment, seconds, compiles=compiles):
             kills -= 1
             if run.exists():
                 assert_sound(run)
@@ -130,15 +139,16 @@ def test_kills_at_random_times_lose_nothing(world, everything, tmp_path, kills):
     assert remains(run) == []
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_an_export_that_is_killed_is_whole_or_not_there(world, plain, tmp_path, kills):
+@pytest.mark.parametrize(("part", "kills"), [(0, 5), *(pytest.param(part, 10, marks=SLOW) for part in range(1, 6))])
+def test_an_export_that_is_killed_is_whole_or_not_there(world, plain, tmp_path, part, kills):
     _, child = world
     expected = tmp_path / "expected"
     unbroken = child.export(ExportConfig(run=plain, to=expected))
     files = {path.relative_to(expected): path.read_bytes() for path in expected.rglob("*") if path.is_file()}
-    rng = random.Random(kills)
+    rng = random.Random(part)
     for _ in range(kills):
-        child.kill(ExportConfig(run=plain, to=tmp_path / "to"), rng.randrange(len(unbroken.moments)), rng.random() / 5)
+        moment = f"^{rng.randrange(len(unbroken.moments))}: "
+        child.kill(ExportConfig(run=plain, to=tmp_path / "to"), moment, rng.random() / 5)
         if (tmp_path / "to").exists():
             assert {name: (tmp_path / "to" / name).read_bytes() for name in files} == files
             shutil.rmtree(tmp_path / "to")
@@ -148,10 +158,12 @@ def test_an_export_that_is_killed_is_whole_or_not_there(world, plain, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_can_be_resumed(world, everything, tmp_path):
+@pytest.mark.parametrize("part", range(8))
+def test_a_kill_at_any_moment_can_be_resumed(world, everything, tmp_path, part):
+    """At every fifth moment; an eighth of those in each part."""
     folder, child = world
     options, unbroken = everything
-    for number in range(0, len(unbroken.moments), 5):
+    for number in range(5 * part, len(unbroken.moments), 40):
         run = tmp_path / str(number)
         child.break_off(configure(folder, run, **options), f"^{number}: ")
         assert_sound(run)

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,7 @@ class StateWriter:
         with (
             _operating_system_errors(self._directory),
             _raised_exceptions_unlogged(),
+            _abandoned_writes_unheard(),
             ocp.Checkpointer(ocp.StandardCheckpointHandler()) as orbax,
         ):
             for name, tree in items.items():  # one by one: when one fails, no thread goes on writing others
@@ -286,6 +288,31 @@ def _operating_system_errors(directory: Path) -> Iterator[None]:
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(directory)) from error
+
+
+@contextmanager
+def _abandoned_writes_unheard() -> Iterator[None]:
+    """When writing one array fails, keep the end of the others' writing from being printed, with tracebacks.
+
+    Orbax leaves its event loop at the first failure and closes it, while tensorstore still writes the others. Each that
+    ends then wants to tell the loop so, from a thread of tensorstore's, where what is raised has nobody to go to; and
+    asyncio logs each failure that nobody asked for.
+    """
+    print_unraisable, logger = sys.unraisablehook, logging.getLogger("asyncio")
+
+    def without_closed_loops(unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            print_unraisable(unraisable)
+
+    def is_heard(record: logging.LogRecord) -> bool:
+        return "exception was never retrieved" not in record.getMessage()
+
+    sys.unraisablehook = without_closed_loops
+    logger.addFilter(is_heard)
+    yield
+    # After a failure both stay: what is abandoned may take any time.
+    sys.unraisablehook = print_unraisable
+    logger.removeFilter(is_heard)
 
 
 @contextmanager

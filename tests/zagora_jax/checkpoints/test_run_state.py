@@ -2,6 +2,8 @@
 
 import resource
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +135,31 @@ def test_a_full_disk_is_one_error_of_the_operating_system(blank, tmp_path, caplo
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [record for record in caplog.records if record.exc_info]  # nor is it logged beside
     assert [path.name for path in folder.iterdir()] == ["2"]
+
+
+def test_a_full_disk_says_nothing_else_on_the_way(tmp_path):
+    """Also where some of many arrays are written already, others not yet; in a process whose errors are all seen."""
+    program = f"""
+import resource, time
+from pathlib import Path
+import jax.numpy as jnp
+from flax import nnx
+from zagora_jax.checkpoints.run_state import StateWriter
+from zagora_jax.train_state import TrainState
+
+many = {{str(number): jnp.arange(200_000 if number == 7 else 300.0) for number in range(60)}}
+state = TrainState(jnp.int32(3), jnp.int32(3), nnx.State({{"x": nnx.Param(jnp.ones(2))}}), many, None)
+states = StateWriter(Path({str(tmp_path)!r}), keep=2, after_step=0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))
+for _ in range(3):
+    try:
+        states.save(state, {{}})
+    except OSError as error:
+        print(error.strerror)
+time.sleep(1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("File too large\n" * 3, "")
 
 
 def test_what_reads_back_differently_is_no_state_and_removes_none(blank, tmp_path, monkeypatch):
