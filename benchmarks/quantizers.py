@@ -89,7 +89,10 @@ def _perplexity(base: BaseModel, frozen: nnx.State, rows: np.ndarray) -> tuple[f
         positions = jnp.arange(WIDTH)[None]
         hidden = model.hidden_states(tokens[None], positions, None, kernel="chunked")[0]
         return cross_entropy_sum(
-            hidden, model.head, jnp.roll(tokens, -1), (positions[0] < WIDTH - 1).astype(jnp.float32)
+            hidden,
+            model.head,
+            jnp.roll(tokens, -1),
+            (positions[0] < WIDTH - 1).astype(jnp.float32),
         )
 
     total, fastest = float(loss(frozen, rows[0])), math.inf  # compiles, so it is not timed

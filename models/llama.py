@@ -15,7 +15,7 @@ The layers' parameters are stacked on a leading axis and run in one `lax.scan`:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +26,25 @@ from models import tables
 from models.attention import attention, decode_attention
 from models.cache import KVCache
 from models.config import ModelConfig
+from models.embedding import Embedding, HeadTerm
 from models.layer_kinds import LayerKind, LayerKinds
 from models.linear import Linear
 from models.lora import LoRAConfig
-from models.parameters import Frozen, split
+from models.parameters import Adapter, Frozen, split, trained
 from models.placement import LOCAL, Placement
 from models.remat import LAYER_INPUT, scan_layers
 from models.rope import apply_rope, rope_tables
 from models.stream import LayerInputs, StreamedLoop, rerun_layers, run_layers, stream_layers
 from models.tables import Table
-from models.vocabulary import look_up
 
 # Attends to q [B, Q, H, D], k and v [B, Q, KV, D] of the present tokens. The second result is whatever the caller
 # wants to keep of the layer, stacked over layers: nothing in training, the extended cache in generation.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+Module = TypeVar("Module", bound=nnx.Module)
+
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -69,24 +74,30 @@ class Ends:
 class RMSNorm(nnx.Module):
     """Root mean square normalisation (arXiv:1910.07467); statistics are float32 whatever the dtype."""
 
-    def __init__(self, size: int, eps: float, stack: tuple[int, ...] = ()):
+    def __init__(self, size: int, eps: float, stack: tuple[int, ...] = (), *, of_heads: bool = False):
+        """Declare it; `of_heads`: each device normalises its own heads alone, where several compute a layer."""
         axes = (*("layers",) * len(stack), "hidden")
-        self.weight = Frozen(jax.ShapeDtypeStruct((*stack, size), jnp.float32), axes=axes)
-        self.eps = eps
+        self.weight: Frozen | Adapter = Frozen(jax.ShapeDtypeStruct((*stack, size), jnp.float32), axes=axes)
+        self.size, self.eps, self.stack, self.of_heads = size, eps, stack, of_heads
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def train_in_full(self) -> None:
+        """Declare the weight as trained; the last norm's is a stack of one."""
+        shape = (*(self.stack or (1,)), self.size)
+        self.weight = Adapter(jax.ShapeDtypeStruct(shape, jnp.float32), axes=("layers", "flat"), whole=True)
+
+    def __call__(self, x: jax.Array, placement: Placement = LOCAL) -> jax.Array:
         """Normalise x [..., hidden] over its last axis."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (self.weight[...] * wide).astype(x.dtype)
+        return (self._weight(placement) * wide).astype(x.dtype)
 
-
-class Embedding(nnx.Module):
-    """A table [vocab, hidden]: of input embeddings, or of the output head; see `models.tables`."""
-
-    def __init__(self, config: ModelConfig, quantization: str, dtype: jnp.dtype):
-        shape = (config.vocab_size, config.hidden_size)
-        self.weight = Frozen(tables.abstract(quantization, shape, dtype), axes=tables.axes(quantization, shape))
+    def _weight(self, placement: Placement) -> jax.Array:
+        if isinstance(self.weight, Frozen):
+            return self.weight[...]
+        if not self.stack:
+            return placement.alike(trained(self.weight, placement, jnp.float32))
+        weight = placement.fetch(self.weight.get_value())
+        return weight if self.of_heads else placement.alike(weight)
 
 
 class SelfAttention(nnx.Module):
@@ -102,8 +113,9 @@ class SelfAttention(nnx.Module):
             self.k_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias, axes=("kv_heads", "hidden"))
             self.v_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias, axes=("kv_heads", "hidden"))
         self.o_proj = linear(heads, config.hidden_size, bias=config.o_bias, axes=("hidden", "heads"))
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, stack) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, stack) if config.qk_norm else None
+        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, stack, of_heads=True)
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
         self.head_dim, self.group = config.head_dim, config.num_heads // config.num_kv_heads
 
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Any]:
@@ -111,7 +123,7 @@ class SelfAttention(nnx.Module):
         x = context.placement.enter(x)
         q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in self._project(x, context))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, context.placement), self.k_norm(k, context.placement)
         q = checkpoint_name(apply_rope(q, context.cos, context.sin), "query")  # [B, S, H, D]
         k = checkpoint_name(apply_rope(k, context.cos, context.sin), "key")  # [B, S, KV, D]
         v = checkpoint_name(v, "value")  # [B, S, KV, D]
@@ -164,9 +176,9 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Any]:
         """Map x [B, S, hidden] to the same shape; also returns what `attend` keeps."""
-        attended, kept = self.self_attn(self.input_layernorm(x), context)
+        attended, kept = self.self_attn(self.input_layernorm(x, context.placement), context)
         x = checkpoint_name(x + attended, "residual")
-        return x + self.mlp(self.post_attention_layernorm(x), context), kept
+        return x + self.mlp(self.post_attention_layernorm(x, context.placement), context), kept
 
 
 class Decoder(nnx.Module):
@@ -174,7 +186,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, quantization: str, embeddings: str, dtype: jnp.dtype, ends: Ends):
         embeds = ends.first or (ends.last and config.tie_embeddings)
-        self.embed_tokens = Embedding(config, embeddings, dtype) if embeds else None
+        self.embed_tokens = Embedding((config.vocab_size, config.hidden_size), embeddings, dtype) if embeds else None
         self.layers = DecoderLayer(config, quantization=quantization, dtype=dtype, stack=(config.num_layers,))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if ends.last else None
 
@@ -209,11 +221,23 @@ class Llama(nnx.Module):
         self.config, self.dtype, self.ends = config, dtype, ends
         self.quantization, self.embeddings, self.lora = quantization, embeddings, lora
         self.model = Decoder(config, quantization=quantization, embeddings=embeddings, dtype=dtype, ends=ends)
-        self.lm_head = Embedding(config, embeddings, dtype) if ends.last and not config.tie_embeddings else None
+        untied = ends.last and not config.tie_embeddings
+        self.lm_head = Embedding((config.vocab_size, config.hidden_size), embeddings, dtype) if untied else None
         if lora is not None:
-            for stream, (path, linear) in enumerate(linear_modules(self).items()):
-                if path in lora.targets:
-                    linear.add_adapter(lora, stream, lora.of_module(path))
+            self._add_adapters(lora)
+
+    def _add_adapters(self, lora: LoRAConfig) -> None:
+        """Declare adapters and what is trained in full; each adapter's dropout is a stream of its own."""
+        linears, ends = linear_modules(self), table_modules(self)
+        for stream, (path, linear) in enumerate(linears.items()):
+            if path in lora.targets:
+                linear.add_adapter(lora, stream, lora.of_module(path))
+        for stream, (path, table) in enumerate(ends.items(), len(linears)):
+            if path in lora.targets:
+                table.add_adapter(lora, lora.of_module(path), stream, of_head=path == HEAD)
+        for path, module in (ends | norm_modules(self)).items():
+            if path in lora.trained:
+                module.train_in_full()
 
     def part(self, num_layers: int, ends: Ends) -> "Llama":
         """Declare consecutive layers of this model as a model of their own, with what stands at their `ends`.
@@ -233,11 +257,27 @@ class Llama(nnx.Module):
         )
 
     @property
-    def head(self) -> Table:
-        """The output head [vocab, hidden]."""
+    def _head(self) -> Embedding:
         table = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert table is not None, "only a part with the last layer has the head"
-        return table.weight.get_value()
+        return table
+
+    @property
+    def head(self) -> Table:
+        """The output head [vocab, hidden], without its adapter."""
+        return self._head.weight.get_value()
+
+    def head_terms(
+        self, hidden: jax.Array, placement: Placement = LOCAL, dropout_keys: jax.Array | None = None
+    ) -> list[HeadTerm]:
+        """Return what the logits of hidden [B, ..., hidden] are the sum of."""
+        return self._head.head_terms(hidden, placement, dropout_keys)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return all logits of hidden [..., hidden], float32 [..., vocab]."""
+        terms = self.head_terms(hidden.reshape(-1, hidden.shape[-1]))
+        total = sum((tables.logits(term.hidden, term.table) for term in terms), jnp.float32(0))
+        return total.reshape(*hidden.shape[:-1], -1)
 
     def hidden_states(
         self,
@@ -361,7 +401,7 @@ class Llama(nnx.Module):
             assert self.model.norm is None, "the last part computes both passes in one program"
             return run_layers(*arguments) if keeping else rerun_layers(*arguments, kept)
         x = stream_layers(*arguments)
-        return x if self.model.norm is None else self.model.norm(x)
+        return x if self.model.norm is None else self.model.norm(x, placement)
 
     def extend(
         self,
@@ -403,7 +443,7 @@ class Llama(nnx.Module):
     def embed(self, tokens: jax.Array, placement: Placement) -> jax.Array:
         """Look up the input of the first layer [B, S, hidden]."""
         assert self.model.embed_tokens is not None, "only a part with the first layer takes tokens"
-        return look_up(self.model.embed_tokens.weight.get_value(), tokens, placement.vocabulary, self.dtype)
+        return self.model.embed_tokens.embed(tokens, placement, self.dtype)
 
     def _run(
         self,
@@ -434,7 +474,7 @@ class Llama(nnx.Module):
         indices = first_layer + jnp.arange(self.config.num_layers)
         inputs = (indices, frozen, adapters, exchanged, per_layer)
         (x, _), kept = scan_layers(body, (x, waiting), inputs, remat, offload=offload)
-        return x if self.model.norm is None else self.model.norm(x), kept
+        return x if self.model.norm is None else self.model.norm(x, placement), kept
 
 
 def _keys_of_layer(dropout_keys: jax.Array | None, index: jax.Array) -> jax.Array | None:
@@ -444,4 +484,18 @@ def _keys_of_layer(dropout_keys: jax.Array | None, index: jax.Array) -> jax.Arra
 
 def linear_modules(model: Llama) -> dict[str, Linear]:
     """Return the decoder's linear layers by path, e.g. "model.layers.self_attn.q_proj"; the output head is none."""
-    return {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
+    return _modules(model, Linear)
+
+
+def table_modules(model: Llama) -> dict[str, Embedding]:
+    """Return the embedding and the output head, where it is another, by path."""
+    return _modules(model, Embedding)
+
+
+def norm_modules(model: Llama) -> dict[str, RMSNorm]:
+    """Return the norms by path, e.g. "model.layers.input_layernorm"."""
+    return _modules(model, RMSNorm)
+
+
+def _modules(model: Llama, kind: type[Module]) -> dict[str, Module]:
+    return {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if isinstance(module, kind)}

@@ -47,6 +47,7 @@ class LoRAConfig:
 
     `targets` holds module paths without a layer number, e.g. "model.layers.self_attn.q_proj"; `exceptions` those of
     them that do not have `rank` and `alpha` in every layer. `use_dora`: magnitudes are trained apart from directions.
+    `trained` holds the paths of tables and norms that are trained in full.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class LoRAConfig:
     targets: frozenset[str]
     use_dora: bool = False
     exceptions: tuple[tuple[str, LayerRanks], ...] = ()
+    trained: frozenset[str] = frozenset()
 
     @property
     def scale(self) -> float:
@@ -120,7 +122,7 @@ class LoRA(nnx.Module):
         """
         if dropout_keys is not None and self.dropout > 0:
             # Drawn for the whole width, so that what is dropped does not depend on how it is cut.
-            keep = self._keep(dropout_keys, (*x.shape[1:-1], self.in_features))
+            keep = keep_mask(dropout_keys, self.stream, 1 - self.dropout, (*x.shape[1:-1], self.in_features))
             x = jnp.where(placement.part(keep, self.in_axis, -1), x / (1 - self.dropout), 0)
         a, b = self._factors(placement, x.dtype, layer)
         low = jnp.einsum("...i,ri->...r", x, a)  # [..., r]
@@ -156,21 +158,27 @@ class LoRA(nnx.Module):
         mask = (jnp.arange(a.shape[0]) < rank).astype(dtype)
         return a * mask[:, None], b * (mask * scale)
 
-    def _keep(self, dropout_keys: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Draw what is kept of each row, whatever other rows are computed beside it: bool [B, *shape]."""
-
-        def draw(key: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(jax.random.fold_in(key, self.stream), 1 - self.dropout, shape)
-
-        return jax.vmap(draw)(dropout_keys)
-
     @staticmethod
     def _fetched(weight: Adapter, placement: Placement, dtype: jax.typing.DTypeLike) -> jax.Array:
         # Cast before fetching: what travels between devices has the dtype of computation.
         return placement.fetch(jax.tree.map(lambda leaf: leaf.astype(dtype), weight.get_value()))
 
 
-def initial_adapter(adapters: nnx.State, seed: int, magnitudes: Mapping[Path, np.ndarray] | None = None) -> nnx.State:
+def keep_mask(dropout_keys: jax.Array, stream: int, probability: float, shape: tuple[int, ...]) -> jax.Array:
+    """Draw what is kept of each row, whatever other rows are computed beside it: bool [B, *shape]."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, stream), probability, shape)
+
+    return jax.vmap(draw)(dropout_keys)
+
+
+def initial_adapter(
+    adapters: nnx.State,
+    seed: int,
+    magnitudes: Mapping[Path, np.ndarray] | None = None,
+    originals: Mapping[Path, np.ndarray] | None = None,
+) -> nnx.State:
     """Draw initial weights for the declared `adapters`: A as PEFT does (Kaiming uniform, a = sqrt(5)), B zero.
 
     A's bound is 1 / sqrt(in). The draw of a weight depends on the seed and its path alone.
@@ -180,6 +188,8 @@ def initial_adapter(adapters: nnx.State, seed: int, magnitudes: Mapping[Path, np
         seed: of the draws.
         magnitudes: for DoRA, the lengths of the base weights' rows [L, out] by the path of the linear module; ones
             where they are not given.
+        originals: what the weights that are trained in full are in the base model, by their paths; zeros where they are
+            not given.
     """
     root = jax.random.key(seed)
 
@@ -188,10 +198,19 @@ def initial_adapter(adapters: nnx.State, seed: int, magnitudes: Mapping[Path, np
         if path[-1] == MAGNITUDE:
             lengths = (magnitudes or {}).get(path[:-2])
             return jnp.ones(leaf.shape, leaf.dtype) if lengths is None else jnp.asarray(lengths)[..., None]
-        if path[-1] != "lora_A":
+        if originals and path in originals:
+            return jnp.asarray(originals[path], leaf.dtype).reshape(leaf.shape)
+        if path[-1] not in ("lora_A", "columns"):
             return jnp.zeros(leaf.shape, leaf.dtype)
         bound = 1 / math.sqrt(leaf.shape[-1])
         key = jax.random.fold_in(root, zlib.crc32(".".join(path).encode()))
+        if path[-1] == "columns":
+            normal = variable.get_metadata("initial") == "normal"
+            return (
+                jax.random.normal(key, leaf.shape)
+                if normal
+                else jax.random.uniform(key, leaf.shape, minval=-bound, maxval=bound)
+            )
         drawn = jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
         ranks = variable.get_metadata("ranks")
         if len(ranks) == 1:

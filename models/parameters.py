@@ -1,6 +1,12 @@
 """The two kinds of parameters: frozen base weights and trained adapter weights."""
 
+from typing import TYPE_CHECKING
+
+import jax
 from flax import nnx
+
+if TYPE_CHECKING:
+    from models.placement import Placement
 
 
 class Frozen(nnx.Variable):
@@ -11,7 +17,15 @@ class Frozen(nnx.Variable):
 
 
 class Adapter(nnx.Param):
-    """A trained float32 weight. The metadata `axes` names the logical axis of each dimension."""
+    """A trained float32 weight. The metadata `axes` names the logical axis of each dimension.
+
+    With the metadata `whole` it takes the place of a weight of the base model, and begins as that.
+    """
+
+
+def trained(weight: Adapter, placement: "Placement", dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Bring a trained weight that belongs to no layer, a stack of one, together: cast before it travels."""
+    return placement.fetch(jax.tree.map(lambda leaf: leaf[0].astype(dtype), weight.get_value()))
 
 
 Path = tuple[str, ...]

@@ -72,6 +72,8 @@ class Placement:
         enter: called on the input of layers that are cut along their output; each device's gradient for it is one term
             of a sum, so backwards the terms are added up.
         leave: called on the result of a layer that is cut along its input, one term of a sum: adds up the terms.
+        alike: called on a trained parameter that several devices use in the same way, on the same tokens: backwards, of
+            the gradients that they all have, the sum over the devices is to count one.
         stream: which layers' frozen parameters wait in host memory, as `models.stream.StreamedStack`s; None: none do.
         ring: where host memory holds only some of those at a time; None: it holds all.
     """
@@ -82,6 +84,7 @@ class Placement:
     part: Callable[[jax.Array, str, int], jax.Array] = whole
     enter: Callable[[jax.Array], jax.Array] = identity
     leave: Callable[[jax.Array], jax.Array] = identity
+    alike: Callable[[jax.Array], jax.Array] = identity
     stream: StreamOrder | None = None
     ring: Ring | None = None
 

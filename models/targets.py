@@ -8,6 +8,7 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 ALL_LINEAR = "all-linear"
+TABLES = ("lm_head", "embed_tokens")
 
 
 def lora_targets(targets: str | Sequence[str], module_names: Sequence[str]) -> list[str]:
@@ -15,7 +16,7 @@ def lora_targets(targets: str | Sequence[str], module_names: Sequence[str]) -> l
 
     The rules are those of `peft.tuners.tuners_utils.check_target_module_exists`: a list holds module names, whole or
     as they end after a dot; a string is a regular expression that matches whole names; `all-linear` means every
-    module but `lm_head`. Unlike PEFT, each item of a list has to match something.
+    module but `lm_head` and `embed_tokens`. Unlike PEFT, each item of a list has to match something.
 
     Args:
         targets: A list, a regular expression, or `all-linear`.
@@ -52,7 +53,7 @@ def value_of_module(patterns: Mapping[str, Value], module: str, default: Value) 
 
 def _chosen_by_expression(expression: str, module_names: Sequence[str]) -> list[str]:
     if expression.lower() == ALL_LINEAR:
-        return [name for name in module_names if not _ends_with(name, "lm_head")]
+        return [name for name in module_names if not any(_ends_with(name, table) for table in TABLES)]
     try:
         pattern = re.compile(expression)
     except re.error as error:

@@ -1,5 +1,6 @@
 """How the embedding and the output head are reached where each device may hold a part of their rows."""
 
+import functools
 from typing import Protocol
 
 import jax
@@ -53,16 +54,43 @@ WHOLE_VOCABULARY = WholeVocabulary()
 
 
 def look_up(table: Table, tokens: jax.Array, vocabulary: Vocabulary, dtype: jnp.dtype) -> jax.Array:
-    """Return the rows of `table` for tokens [B, S], as [B, S, D] of `dtype`; without a gradient for the table.
+    """Return the rows of `table` for tokens [B, S], as [B, S, D] of `dtype`.
 
     Each device looks up what it holds for the tokens of its whole group; the sum over the group is exact, since all
-    terms but one are zero.
+    terms but one are zero. Backwards, each device sums the gradients of its own rows, in the table's dtype.
     """
     if isinstance(vocabulary, WholeVocabulary):
         return tables.take(table, tokens, dtype)
-    words = vocabulary.words(table.shape[0])
-    wanted = vocabulary.gather(tokens)  # [peers * B, S]
-    row = wanted - words[0]
-    here = (row >= 0) & (row < table.shape[0])
+    return _look_up(table, tokens, vocabulary, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _look_up(table: Table, tokens: jax.Array, vocabulary: Vocabulary, dtype: jnp.dtype) -> jax.Array:
+    row, here = _places(table, tokens, vocabulary)
     rows = jnp.where(here[..., None], tables.take(table, row, dtype), 0)
     return vocabulary.scatter_sum(rows)
+
+
+def _forward(
+    table: Table, tokens: jax.Array, vocabulary: Vocabulary, dtype: jnp.dtype
+) -> tuple[jax.Array, tuple[Table, jax.Array]]:
+    return _look_up(table, tokens, vocabulary, dtype), (table, tokens)
+
+
+def _backward(
+    vocabulary: Vocabulary, dtype: jnp.dtype, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    table, tokens = kept  # a trained one, which is plain
+    row, here = _places(table, tokens, vocabulary)
+    gradients = jnp.where(here[..., None], vocabulary.gather(gradient), 0).astype(table.dtype)
+    return jnp.zeros_like(table).at[jnp.where(here, row, 0)].add(gradients), None
+
+
+_look_up.defvjp(_forward, _backward)
+
+
+def _places(table: Table, tokens: jax.Array, vocabulary: Vocabulary) -> tuple[jax.Array, jax.Array]:
+    """Return which row of `table` each token of the group [peers * B, S] has, and whether it is one of them."""
+    first = vocabulary.words(table.shape[0])[0]
+    row = vocabulary.gather(tokens) - first
+    return row, (row >= 0) & (row < table.shape[0]) & (first >= 0)

@@ -25,6 +25,7 @@ RULES: dict[str, MeshAxes] = {
     # Embedding and head, and what a quantised row of theirs has of codes and scales.
     "vocab": ("stage", "fsdp", "tensor"),
     "hidden": None,
+    "rank": None,
     "codes": None,
     "blocks": None,
     "groups": None,

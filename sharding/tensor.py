@@ -34,6 +34,15 @@ def leave(x: jax.Array) -> jax.Array:
 leave.defvjp(lambda x: (lax.psum(x, AXIS), None), lambda _, gradient: (gradient,))
 
 
+@jax.custom_vjp
+def alike(x: jax.Array) -> jax.Array:
+    """Return x, for which all devices have the same gradient: each keeps an equal part, so that their sum is it."""
+    return x
+
+
+alike.defvjp(lambda x: (x, None), lambda _, gradient: (gradient / lax.axis_size(AXIS),))
+
+
 @dataclass(frozen=True)
 class Parts:
     """How axes are cut: device i has the elements i * size to (i + 1) * size, the last ones padding.

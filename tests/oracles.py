@@ -494,6 +494,8 @@ def load_peft(model: Path, adapter: Path, quantization: str = "none", dtype: str
     network = peft.PeftModel.from_pretrained(load_base(model, quantization, dtype), str(adapter), is_trainable=True)
     expected = set(safetensors.numpy.load_file(Path(adapter) / "adapter_model.safetensors"))
     found = {_tensor_name(name) for name, p in network.named_parameters() if p.requires_grad}
+    if network.peft_config["default"].ensure_weight_tying:  # the head's is the embedding's, which is trained
+        expected.discard("base_model.model.lm_head.weight")
     if expected != found:  # PEFT leaves a tensor that it finds no place for, or no file of, without an error.
         raise ValueError(f"{adapter}: its file and PEFT's model differ in {sorted(expected ^ found)}")
     return _evaluating(network)
@@ -539,4 +541,6 @@ def _long(array: np.ndarray) -> torch.Tensor:
 def _tensor_name(parameter: str) -> str:
     """The name in adapter_model.safetensors of a parameter of PEFT's model (which adds the adapter's name)."""
     name = re.sub(r"\.lora_magnitude_vector\.default\.weight$", ".lora_magnitude_vector", parameter)
+    name = re.sub(r"\.(lora_embedding_[AB])\.default$", r".\1", name)
+    name = re.sub(r"\.modules_to_save\.default\.weight$", ".weight", name)
     return re.sub(r"\.lora_([AB])\.default\.weight$", r".lora_\1.weight", name)

@@ -58,7 +58,7 @@ class Subject:
         def logits(frozen, tokens, positions, segment_ids):
             model = nnx.merge(graph, frozen, adapters)
             hidden = model.hidden_states(tokens, positions, segment_ids, kernel="chunked")
-            return jnp.einsum("bsd,vd->bsv", hidden, model.head)
+            return model.logits(hidden)
 
         return lambda *arguments: np.asarray(logits(self.frozen, *arguments))
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.llama import Llama, linear_modules
-from models.lora import MAGNITUDE, LayerRanks
+from models.llama import HEAD, Llama, linear_modules, table_modules
+from models.lora import MAGNITUDE
 from models.parameters import Adapter, by_path
 from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
 from zagora_jax.config import TrainConfig
@@ -22,54 +23,128 @@ Config = TypeVar("Config", bound=TrainConfig)
 PEFT_PREFIX = "base_model.model"
 
 
-def peft_names(model: Llama) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Map each PEFT tensor name to a parameter's path and the layer of its stack."""
-    names = {}
-    for path, ranks in _ranks(model).items():
-        *module, _adapter, weight = path[2:]
-        suffix = () if weight == MAGNITUDE else ("weight",)
-        for layer in range(model.config.num_layers):
-            if ranks.rank(layer):
-                name = ".".join((PEFT_PREFIX, "model", "layers", str(layer), *module, weight, *suffix))
-                names[name] = (path, layer)
-    return names
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of PEFT's file lies in the model's trained parameters.
+
+    Attributes:
+        path: the parameter's.
+        layer: the place in its stack; None for a parameter that is no stack.
+        part: what a layer has of its slice of the stack, whose rank is that of the largest.
+        transposed: whether the file has it the other way round.
+        shape: in the file.
+    """
+
+    path: tuple[str, ...]
+    layer: int | None
+    part: tuple[slice | int, ...]
+    transposed: bool
+    shape: tuple[int, ...]
+
+    def take(self, values: np.ndarray) -> np.ndarray:
+        """Cut the tensor out of the parameter."""
+        own = self._own(values)
+        return np.ascontiguousarray(own.T if self.transposed else own)
+
+    def put(self, values: np.ndarray, tensor: np.ndarray) -> None:
+        """Write the tensor to its place in the parameter."""
+        self._own(values)[...] = tensor.T if self.transposed else tensor
+
+    def _own(self, values: np.ndarray) -> np.ndarray:
+        return (values if self.layer is None else values[self.layer])[self.part]
 
 
-def _ranks(model: Llama) -> dict[tuple[str, ...], LayerRanks]:
-    """Return the ranks that go with each adapter parameter."""
-    modules = linear_modules(model)
+def peft_places(model: Llama) -> dict[str, Place]:
+    """Map each PEFT tensor name to where it lies; a tied table has two names."""
+    places: dict[str, Place] = {}
+    for path, variable in by_path(nnx.state(model, Adapter)).items():
+        shape = variable.get_value().shape
+        if "whole" in variable.get_metadata():
+            places |= _places_in_full(model, path, shape)
+        elif path[:2] == ("model", "layers"):
+            places |= _places_of_layers(model, path, shape)
+        else:
+            places |= _places_of_table(path, shape)
+    return {f"{PEFT_PREFIX}.{name}": place for name, place in places.items()}
+
+
+def _places_of_layers(model: Llama, path: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, Place]:
+    adapter = linear_modules(model)[".".join(path[:-2])].adapter
+    assert adapter is not None
+    places = {}
+    suffix = "" if path[-1] == MAGNITUDE else ".weight"
+    for layer in range(model.config.num_layers):
+        if rank := adapter.layer_ranks.rank(layer):
+            part, own = {
+                "lora_A": ((slice(rank),), (rank, shape[-1])),
+                "lora_B": ((slice(None), slice(rank)), (shape[1], rank)),
+                MAGNITUDE: ((slice(None), 0), shape[1:2]),
+            }[path[-1]]
+            name = ".".join(("model", "layers", str(layer), *path[2:-2], path[-1])) + suffix
+            places[name] = Place(path, layer, part, False, own)
+    return places
+
+
+def _places_of_table(path: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, Place]:
+    """Name R [vocab, r] and C [1, r, hidden] of `models.table`."""
+    *module, _, weight = path
+    of_head, is_rows = module == [HEAD], weight == "rows"
+    side = "B" if is_rows == of_head else "A"
+    name = f"lora_{side}.weight" if of_head else f"lora_embedding_{side}"
+    sizes = shape if is_rows else shape[1:]
+    return {
+        ".".join((*module, name)): Place(
+            path, None if is_rows else 0, (), not of_head, sizes if of_head else sizes[::-1]
+        )
+    }
+
+
+def _places_in_full(model: Llama, path: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, Place]:
+    if path[:2] == ("model", "layers"):
+        return {
+            ".".join(("model", "layers", str(layer), *path[2:])): Place(path, layer, (), False, shape[1:])
+            for layer in range(model.config.num_layers)
+        }
+    if path[-2] == "norm":
+        return {".".join(path): Place(path, 0, (), False, shape[1:])}
+    names = [".".join(path)]
+    if model.config.tie_embeddings:
+        names.append(f"{HEAD}.weight")
+    return {name: Place(path, None, (), False, shape) for name in names}
+
+
+def adapted_modules(model: Llama) -> dict[str, tuple[int, float]]:
+    """Map the name of every module that carries an adapter to its rank and scale: model.layers.0.self_attn.q_proj."""
     found = {}
-    for path in by_path(nnx.state(model, Adapter)):
-        adapter = modules[".".join(path[:-2])].adapter
-        assert adapter is not None
-        found[path] = adapter.layer_ranks
+    for path, linear in linear_modules(model).items():
+        for layer in range(model.config.num_layers):
+            if linear.adapter is not None and (rank := linear.adapter.layer_ranks.rank(layer)):
+                name = path.replace("model.layers.", f"model.layers.{layer}.")
+                found[name] = rank, linear.adapter.layer_ranks.scale(layer)
+    for path, table in table_modules(model).items():
+        if table.adapter is not None:
+            found[path] = table.adapter.rank, table.adapter.scale
     return found
 
 
-def _own_part(path: tuple[str, ...], rank: int) -> tuple[slice | int, ...]:
-    """Index what a layer of `rank` has of its slice of a stack, whose rank is that of the largest."""
-    return {"lora_A": (slice(rank),), "lora_B": (slice(None), slice(rank)), MAGNITUDE: (slice(None), 0)}[path[-1]]
+def trained_modules(model: Llama) -> list[str]:
+    """Name the modules that are trained in full, as Hugging Face does."""
+    return [
+        name.removeprefix(f"{PEFT_PREFIX}.").removesuffix(".weight")
+        for name, place in peft_places(model).items()
+        if place.path[-1] == "weight"
+    ]
 
 
 def peft_tensors(model: Llama, adapters: nnx.State) -> dict[str, np.ndarray]:
     """Cut stacked adapter parameters into PEFT's tensors, by name."""
-    stacks = {path: np.asarray(variable.get_value()) for path, variable in by_path(adapters).items()}
-    ranks = _ranks(model)
-    return {
-        name: np.ascontiguousarray(stacks[path][layer][_own_part(path, ranks[path].rank(layer))])
-        for name, (path, layer) in peft_names(model).items()
-        if path in stacks
-    }
+    values = {path: np.asarray(variable.get_value()) for path, variable in by_path(adapters).items()}
+    return {name: place.take(values[place.path]) for name, place in peft_places(model).items() if place.path in values}
 
 
 def peft_shapes(model: Llama) -> dict[str, tuple[int, ...]]:
     """Return the shapes of PEFT's tensors, by name."""
-    declared, ranks = by_path(nnx.state(model, Adapter)), _ranks(model)
-    shapes = {}
-    for name, (path, layer) in peft_names(model).items():
-        sizes, rank = declared[path].get_value().shape[1:], ranks[path].rank(layer)
-        shapes[name] = {"lora_A": (rank, sizes[-1]), "lora_B": (sizes[0], rank), MAGNITUDE: sizes[:1]}[path[-1]]
-    return shapes
+    return {name: place.shape for name, place in peft_places(model).items()}
 
 
 def save_adapter(
@@ -82,24 +157,15 @@ def save_adapter(
     """
     config = peft_config(model, lora, base_name)
     tensors = peft_tensors(model, adapters)
-    write_adapter(directory, tensors, config, modules=adapted_modules(model), trained=trained)
-
-
-def adapted_modules(model: Llama) -> list[str]:
-    """Name the modules of every layer that carry an adapter, as Hugging Face does: model.layers.0.self_attn.q_proj."""
-    return [
-        path.replace("model.layers.", f"model.layers.{layer}.")
-        for path, linear in linear_modules(model).items()
-        for layer in range(model.config.num_layers)
-        if linear.adapter is not None and linear.adapter.layer_ranks.rank(layer)
-    ]
+    modules = [*adapted_modules(model), *trained_modules(model)]
+    write_adapter(directory, tensors, config, modules=modules, trained=trained)
 
 
 def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig:
     """Describe the adapter for PEFT; "all-linear" is spelled out as the names of the adapted modules."""
     targets = lora.targets
     if targets == "all-linear":
-        targets = sorted({path[-3] for path in by_path(nnx.state(model, Adapter))})
+        targets = sorted({name.rpartition(".")[2] for name in adapted_modules(model)})
     return AdapterConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -111,6 +177,8 @@ def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig
         rank_pattern=lora.rank_patterns,
         alpha_pattern=lora.alpha_patterns,
         layers_to_transform=None if lora.layers is None else tuple(lora.layers),
+        modules_to_save=None if lora.modules_to_save is None else tuple(lora.modules_to_save),
+        ensure_weight_tying=model.config.tie_embeddings and HEAD in trained_modules(model),
     )
 
 
@@ -137,6 +205,7 @@ def with_adapters_options(config: Config) -> Config:
             rank_pattern=[f"{name}={rank}" for name, rank in found.rank_pattern.items()] or None,
             alpha_pattern=[f"{name}={alpha:g}" for name, alpha in found.alpha_pattern.items()] or None,
             layers=None if found.layers_to_transform is None else list(found.layers_to_transform),
+            modules_to_save=None if found.modules_to_save is None else list(found.modules_to_save),
         )
     except ValueError as error:
         raise UserError(f"{config.adapter}: adapter_config.json: {error}") from error
@@ -155,19 +224,19 @@ def check_scale(directory: Path, config: AdapterConfig, model: Llama) -> None:
     Raises:
         UserError: adapter_config.json and the options that `model` was declared with differ.
     """
-    for path, linear in linear_modules(model).items():
-        for layer in range(model.config.num_layers):
-            if linear.adapter is None or not (rank := linear.adapter.layer_ranks.rank(layer)):
-                continue
-            module = path.replace("model.layers.", f"model.layers.{layer}.")
-            scale = linear.adapter.layer_ranks.scale(layer)
-            if config.rank_of(module) != rank or not math.isclose(config.scale_of(module), scale):
-                raise UserError(
-                    f"{directory}: {module} was trained with rank {config.rank_of(module)}, alpha "
-                    f"{config.alpha_of(module):g}, use_rslora {str(config.use_rslora).lower()}, a scale of "
-                    f"{config.scale_of(module):g}; the run's config.yaml now gives rank {rank}, a scale of {scale:g}. "
-                    "Set its lora options back"
-                )
+    for module, (rank, scale) in adapted_modules(model).items():
+        if config.rank_of(module) != rank or not math.isclose(config.scale_of(module), scale):
+            raise UserError(
+                f"{directory}: {module} was trained with rank {config.rank_of(module)}, alpha "
+                f"{config.alpha_of(module):g}, use_rslora {str(config.use_rslora).lower()}, a scale of "
+                f"{config.scale_of(module):g}; the run's config.yaml now gives rank {rank}, a scale of {scale:g}. "
+                "Set its lora options back"
+            )
+    if model.config.tie_embeddings and HEAD in trained_modules(model) and not config.ensure_weight_tying:
+        raise UserError(
+            f"{directory}: trains the embedding apart from the output head (modules_to_save without "
+            "ensure_weight_tying), but in this model they are one table (tie_word_embeddings), which stays one here"
+        )
 
 
 def open_adapter(directory: Path, model: Llama) -> nnx.State:
@@ -182,26 +251,28 @@ def load_adapter(directory: Path, tensors: Mapping[str, np.ndarray], config: Ada
         UserError: a tensor is missing, has no place in the model, has another shape or is not finite; or the scale is
             not the model's.
     """
-    names = peft_names(model)
+    places = peft_places(model)
     declared = by_path(nnx.state(model, Adapter))
-    missing, extra = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
+    missing, extra = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())
     if missing or extra:
         raise UserError(
             f"{directory}: the adapter does not fit the model: {len(missing)} tensors missing"
             f"{f' (first {missing[0]})' if missing else ''}, {len(extra)} without a place"
             f"{f' (first {extra[0]})' if extra else ''}"
         )
-    stacks = {path: np.zeros(variable.get_value().shape, np.float32) for path, variable in declared.items()}
-    ranks, shapes = _ranks(model), peft_shapes(model)
-    for name, (path, layer) in names.items():
-        if tensors[name].shape != shapes[name]:
+    values = {path: np.zeros(variable.get_value().shape, np.float32) for path, variable in declared.items()}
+    for name, place in places.items():
+        if tensors[name].shape != place.shape:
             raise UserError(
-                f"{directory}: tensor {name} has shape {tensors[name].shape}, the model's adapter needs {shapes[name]}"
+                f"{directory}: tensor {name} has shape {tensors[name].shape}, the model's adapter needs {place.shape}"
             )
         if not np.isfinite(tensors[name]).all():
             raise UserError(f"{directory}: tensor {name} holds numbers that are not finite: the training diverged")
-        stacks[path][layer][_own_part(path, ranks[path].rank(layer))] = tensors[name]
+        place.put(values[place.path], tensors[name])
+    for name, place in places.items():
+        if place.path[-1] == "weight" and not np.array_equal(place.take(values[place.path]), tensors[name]):
+            raise UserError(f"{directory}: tensor {name} differs from the embedding, with which it is one table")
     check_scale(directory, config, model)
     return nnx.from_flat_state(
-        [(path, variable.replace(jnp.asarray(stacks[path]))) for path, variable in declared.items()]
+        [(path, variable.replace(jnp.asarray(values[path]))) for path, variable in declared.items()]
     )

@@ -1,9 +1,11 @@
 """Which arrangement of a model on its devices a run's options ask for."""
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from models.llama import Llama
+from models.parameters import Adapter, by_path
 from sharding.balance import choose_cut
 from sharding.mesh import shard_count
 from sharding.targets import is_absent
@@ -28,6 +30,7 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     """
     mesh = choose_mesh(config) if mesh is None else mesh
     _check(config, mesh)
+    _check_ends(config, model)
     tensor_segments(model.config, mesh.shape["tensor"])  # refuses what cannot be cut
     stream = stream_of(config, model)
     if config.strategy != "layerwise":
@@ -141,6 +144,32 @@ def _check(config: TrainConfig, mesh: Mesh) -> None:
             "--gradient-exchange overlapped, does not go with --compute-dtype float16, whose loss scale changes while "
             "residuals keep the old one; use bfloat16, or --strategy replicas with another --gradient-exchange"
         )
+
+
+def _check_ends(config: TrainConfig, model: Llama) -> None:
+    """Refuse what does not go with trained parameters that belong to no layer: of the tables and the last norm."""
+    ends = [path for path in by_path(nnx.state(model, Adapter)) if path[:2] != ("model", "layers")]
+    if not ends:
+        return
+    name = ".".join(ends[0][: 1 if ends[0][0] == "lm_head" else 2])
+    reasons = {
+        "--strategy layerwise": (config.strategy == "layerwise", "each stage trains layers alone"),
+        f"--gradient-compression {config.gradient_compression}": (
+            config.gradient_compression != "none",
+            "gradients are compressed a layer at a time",
+        ),
+        f"--gradient-exchange {config.gradient_exchange}": (
+            config.gradient_exchange != "synchronous",
+            "gradients are exchanged under the backward pass of layers",
+        ),
+        "--offload.optimizer": (config.offload.optimizer, "moments are brought in a layer at a time"),
+    }
+    for option, (given, reason) in reasons.items():
+        if given:
+            raise UserError(
+                f"{option} does not go with training {name} (lora.targets, lora.modules_to_save): {reason}. Leave one "
+                "of the two out"
+            )
 
 
 def layers_of_stages(config: TrainConfig, model: Llama, mesh: Mesh | AbstractMesh) -> list[int]:

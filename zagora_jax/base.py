@@ -2,24 +2,35 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.config import ModelConfig
-from models.llama import Llama, linear_modules
+from models.llama import HEAD, Llama, linear_modules, norm_modules, table_modules
 from models.lora import LayerRanks, LoRAConfig
+from models.parameters import Path
 from models.targets import lora_targets, value_of_module
 from zagora_jax.checkpoints.checkpoint import Checkpoint
-from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, check_tensors, expected_tensors, load_frozen
+from zagora_jax.checkpoints.load import (
+    ONE_DEVICE,
+    Destination,
+    check_tensors,
+    expected_tensors,
+    is_stacked,
+    load_frozen,
+    read_originals,
+    trained_in_full,
+)
 from zagora_jax.checkpoints.quantized_cache import QuantizedCache
 from zagora_jax.checkpoints.source import open_checkpoint
-from zagora_jax.checkpoints.synthetic import PREFIX, synthetic_config, synthetic_frozen
+from zagora_jax.checkpoints.synthetic import PREFIX, synthetic_config, synthetic_frozen, synthetic_originals
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
 
@@ -27,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+EMBEDDING = "model.embed_tokens"
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class BaseModel:
     quantization: str
     dtype: jnp.dtype
     seed: int
-    quantized_cache: Path | None = None
+    quantized_cache: FilePath | None = None
 
     @property
     def synthetic(self) -> bool:
@@ -94,8 +107,17 @@ class BaseModel:
             self.checkpoint, self.model, self.quantization, on_tensor, destination, cache, fill_cache=fill_cache
         )
 
+    def originals(self, on_tensor: Callable[[int], None] = lambda _: None) -> dict[Path, np.ndarray]:
+        """Read what is trained in full as the base model has it, in the host's memory; see `load`."""
+        if self.checkpoint is None:
+            return synthetic_originals(self.model, self.seed)
+        return read_originals(self.checkpoint, self.model, on_tensor)
+
     def open_cache(self, say: Callable[[str], None] = logger.info) -> QuantizedCache | None:
         """Open this model's entry in the cache of quantised layers; None where there is no cache."""
+        if self.quantized_cache is not None and any(map(is_stacked, trained_in_full(self.model))):
+            say("quantised cache: not used, since norms of layers are trained, which it keeps with their layers")
+            return None
         if self.quantized_cache is None or self.checkpoint is None:
             return None
         return QuantizedCache(self.quantized_cache, self.checkpoint, self.quantization, self.model, say)
@@ -117,7 +139,7 @@ def open_base(
     lora: LoraConfig | None,
     embeddings: str = "none",
     seed: int = 0,
-    quantized_cache: Path | None = None,
+    quantized_cache: FilePath | None = None,
 ) -> BaseModel:
     """Find the model `name`, declare it with adapters as asked, and check that its tensors are all there.
 
@@ -209,12 +231,14 @@ def layer_modules(model: Llama) -> dict[str, str]:
 def _lora_config(options: LoraConfig, model: Llama) -> LoRAConfig:
     """Resolve targets, layers and patterns against the model's modules, as PEFT does."""
     layers = model.config.num_layers
-    by_layer = layer_modules(model)
+    trained = _trained_modules(options.modules_to_save or [], model)
+    by_layer = layer_modules(model) | {path: path for path in table_modules(model)}
     matched = lora_targets(options.targets, list(by_layer))
+    _check_tables(options, model, matched, trained)
     if options.layers is not None:
         if beyond := [layer for layer in options.layers if layer >= layers]:
             raise ValueError(f"lora.layers names layer {beyond[0]}, but the model has {layers}, from 0")
-        matched = [name for name in matched if _layer_of(name) in options.layers]
+        matched = [name for name in matched if _is_table(name) or _layer_of(name) in options.layers]
     ranks, alphas = options.rank_patterns, options.alpha_patterns
     for option, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         for pattern in patterns:
@@ -227,13 +251,16 @@ def _lora_config(options: LoraConfig, model: Llama) -> LoRAConfig:
         options.use_rslora,
         frozenset(by_layer[name] for name in matched),
         options.use_dora,
+        trained=trained,
     )
     of_module = {path: ([0] * layers, [0.0] * layers) for path in plain.targets}
     for name in matched:
         rank = value_of_module(ranks, name, options.rank)
         module_ranks, module_scales = of_module[by_layer[name]]
-        module_ranks[_layer_of(name)] = rank
-        module_scales[_layer_of(name)] = plain.scale_of(rank, value_of_module(alphas, name, options.alpha))
+        own = slice(None) if _is_table(name) else slice(_layer_of(name), _layer_of(name) + 1)
+        count = len(module_ranks[own])
+        module_ranks[own] = [rank] * count
+        module_scales[own] = [plain.scale_of(rank, value_of_module(alphas, name, options.alpha))] * count
     exceptions = []
     for path, (module_ranks, module_scales) in sorted(of_module.items()):
         found = LayerRanks(tuple(module_ranks), tuple(module_scales))
@@ -242,6 +269,61 @@ def _lora_config(options: LoraConfig, model: Llama) -> LoRAConfig:
         if found != plain.of_module(path):
             exceptions.append((path, found))
     return replace(plain, exceptions=tuple(exceptions))
+
+
+def _trained_modules(names: Sequence[str], model: Llama) -> frozenset[str]:
+    """Choose the tables and norms that `modules_to_save` names by how they end, as PEFT does.
+
+    The head that is tied to the embedding is that.
+    """
+    tables, norms = table_modules(model), norm_modules(model)
+    by_name = {path: path for path in (*tables, *norms) if not path.startswith("model.layers.")}
+    by_name.setdefault(HEAD, EMBEDDING)
+    by_name |= {
+        path.replace("model.layers.", f"model.layers.{layer}."): path
+        for path in norms
+        if path.startswith("model.layers.")
+        for layer in range(model.config.num_layers)
+    }
+    chosen = {name: path for name, path in by_name.items() if any(name.endswith(ending) for ending in names)}
+    for ending in names:
+        if others := [name for name in layer_modules(model) if name.endswith(ending)]:
+            raise ValueError(
+                f"lora.modules_to_save: {ending} is a linear module ({others[0]}); only the embedding, the output head "
+                "and norms are trained in full: give the others an adapter of a high rank"
+            )
+        if not any(name.endswith(ending) for name in by_name):
+            endings = dict.fromkeys(name.rpartition(".")[2] for name in by_name)
+            raise ValueError(
+                f"lora.modules_to_save: {ending} names nothing that can be trained; the model has {', '.join(endings)}"
+            )
+    partly = [
+        name for name, path in by_name.items() if path in chosen.values() and path in norms and name not in chosen
+    ]
+    if partly:
+        raise ValueError(
+            f"lora.modules_to_save: names this norm in some layers, but not {partly[0]}: norms are trained in all "
+            "layers or in none"
+        )
+    return frozenset(chosen.values())
+
+
+def _check_tables(options: LoraConfig, model: Llama, matched: Sequence[str], trained: frozenset[str]) -> None:
+    """Refuse adapters on the embedding and the head that cannot be."""
+    tables = [name for name in matched if _is_table(name)]
+    if tables and model.config.tie_embeddings:
+        raise ValueError(
+            f"lora.targets: {tables[0]} is also the output head (tie_word_embeddings), so that an adapter on one of "
+            "them could not be merged; train it in full with modules_to_save, or leave it out"
+        )
+    if tables and options.use_dora:
+        raise ValueError(f"lora.use_dora: not for {tables[0]}, whose rows' lengths are not trained apart; leave it out")
+    if both := [name for name in tables if name in trained]:
+        raise ValueError(f"lora.modules_to_save: {both[0]} has an adapter too (lora.targets); leave one of them out")
+
+
+def _is_table(module: str) -> bool:
+    return not module.startswith("model.layers.")
 
 
 def _layer_of(module: str) -> int:

@@ -29,7 +29,7 @@ from sharding.program import collectives, memory, traffic
 from sharding.rules import named_sharding
 from sharding.spread import Spread
 from sharding.targets import compile_for
-from sharding.tensor import Parts, enter, leave
+from sharding.tensor import Parts, alike, enter, leave
 from sharding.vocabulary import ShardedVocabulary
 from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
 from zagora_jax.checkpoints.load import Destination, set_layer
@@ -96,7 +96,7 @@ class Distribution:
         ring = None if self.feed is None else self.feed.ring
         placement = Placement(fetch=gather, vocabulary=vocabulary, stream=self.stream, ring=ring)
         if self.segments:
-            placement = replace(placement, part=Parts(self.segments).own, enter=enter, leave=leave)
+            placement = replace(placement, part=Parts(self.segments).own, enter=enter, leave=leave, alike=alike)
         return placement
 
     @cached_property
@@ -185,17 +185,24 @@ class Distribution:
         """Return the Spread of every array of a training state; `whole` gives shapes and dtypes."""
         everywhere = partial(jax.tree.map, lambda leaf: Spread(self.mesh, _shape_of(leaf), (None,) * leaf.ndim))
 
-        def of_moment(moment: Any) -> Any:
+        tables = {path for path, spread in by_path(self.adapters).items() if spread.get_value().axes[0] == "vocab"}
+
+        def of_moment(path: tuple, moment: Any) -> Any:
             spread = partial(Spread, self.mesh, on_host=self.moments_on_host)
+            # Tables lie in ranges of rows, all other parameters in layers.
+            stack = "vocab" if any(_is_of(path, table) for table in tables) else "layers"
             if isinstance(moment, QuantizedMoment):
                 codes, absmax = _shape_of(moment.codes), _shape_of(moment.absmax)
-                axes = ("layers", "flat")
+                axes = ("vocab", None) if stack == "vocab" else ("layers", "flat")
                 return QuantizedMoment(spread(codes, axes), spread(absmax, axes, unit=1))  # type: ignore[arg-type]
             if not moment.ndim:
                 return everywhere(moment)
-            return spread(_shape_of(moment), ("layers", *("flat",) * (moment.ndim - 1)))
+            axes = ("vocab", None) if stack == "vocab" else ("layers", *("flat",) * (moment.ndim - 1))
+            return spread(_shape_of(moment), axes)
 
-        optimizer = jax.tree.map(of_moment, whole.optimizer, is_leaf=lambda leaf: isinstance(leaf, QuantizedMoment))
+        optimizer = jax.tree_util.tree_map_with_path(
+            of_moment, whole.optimizer, is_leaf=lambda leaf: isinstance(leaf, QuantizedMoment)
+        )
         return TrainState(
             everywhere(whole.step),
             everywhere(whole.updates),
@@ -481,6 +488,12 @@ def _kind(path: Path, leaf_path: tuple) -> str:
     if field == "codes":
         return "codes"
     return "scales" if field else "other weights"
+
+
+def _is_of(path: tuple, parameter: Path) -> bool:
+    """Whether what lies at `path` of an optimizer's state belongs to a parameter."""
+    names = tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+    return names == parameter
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from models.cross_entropy import cross_entropy_sum
 from models.llama import Ends, Llama
 from models.parameters import Path, by_path, split
 from sharding.compression import Compression, ErrorFeedback
@@ -27,7 +26,7 @@ from zagora_jax.checkpoints.load import Destination, is_stacked
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution, SpreadStep, describe_devices
 from zagora_jax.stage_residuals import exchange_state, first_residuals
-from zagora_jax.step import ForwardOptions, hidden_states, row_keys, step_of
+from zagora_jax.step import ForwardOptions, head_loss, hidden_states, row_keys, step_of
 from zagora_jax.train_state import TrainState
 from zagora_jax.update import Update
 
@@ -182,9 +181,7 @@ class EqualStages:
 
         def loss(y: jax.Array, micro_batch: jax.Array) -> jax.Array:
             own = of_batch(micro_batch)
-            hidden = ends.model.norm(y).reshape(-1, y.shape[-1])  # [M*S, hidden]
-            targets, weights = own.targets.reshape(-1), own.weights.reshape(-1)
-            return cross_entropy_sum(hidden, ends.head, targets, weights, vocabulary=placement.vocabulary)
+            return head_loss(ends, ends.model.norm(y, placement), own.targets, own.weights, None, placement)
 
         return StageFunctions(enter, run, loss)
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.lora import MAGNITUDE
-from zagora_jax.adapter import PEFT_PREFIX, check_scale, peft_names, peft_shapes
+from zagora_jax.adapter import PEFT_PREFIX, adapted_modules, check_scale, peft_shapes, trained_modules
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.export_directory import check_replaceable, export_directory
 from zagora_jax.checkpoints.json_files import parse_json_object
 from zagora_jax.checkpoints.merge import Merge
 from zagora_jax.checkpoints.merge_checks import MergeReport, Update
-from zagora_jax.checkpoints.peft import AdapterConfig, write_adapter
+from zagora_jax.checkpoints.peft import AdapterConfig, begins_as_zero, write_adapter
 from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import ExportConfig, TrainConfig
 from zagora_jax.config_file import load_config
@@ -124,7 +124,7 @@ def _check_adapter(directory: Path, base: BaseModel, tensors: dict[str, np.ndarr
             raise UserError(f"{directory}: tensor {name} has shape {tensor.shape}, the model needs {shapes[name]}")
         if not np.isfinite(tensor).all():
             raise UserError(f"{directory}: tensor {name} holds numbers that are not finite: the training diverged")
-    if not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name):
+    if not any(tensor.any() for name, tensor in tensors.items() if begins_as_zero(name)):
         raise UserError(f"{directory}: every lora_B is zero, as before training: the tuned model is the base model")
 
 
@@ -158,6 +158,10 @@ def _write_merged(
         source.checkpoint,
         source.base.model,
         _updates(source),
+        replaced={
+            f"{module}.weight": source.tensors[f"{PEFT_PREFIX}.{module}.weight"].astype(np.float32)
+            for module in trained_modules(source.base.model)
+        },
         dequantized=dequantized,
         dtype=None if config.dtype is None else np.dtype(jnp.dtype(config.dtype)),
     )
@@ -196,7 +200,12 @@ def _base_weights(config: ExportConfig, source: _Source) -> tuple[str | None, st
 def _updates(source: _Source) -> dict[str, Update]:
     updates = {}
     for name, a in source.tensors.items():
-        if ".lora_A." in name:
+        if name.endswith(".lora_embedding_A"):  # of the table's transpose
+            module = name.removeprefix(f"{PEFT_PREFIX}.").removesuffix(".lora_embedding_A")
+            b = source.tensors[name.replace(".lora_embedding_A", ".lora_embedding_B")]
+            wide_a, wide_b = b.astype(np.float32).T, a.astype(np.float32).T
+            updates[f"{module}.weight"] = Update(wide_a, wide_b, source.adapter.scale_of(module))
+        if name.endswith(".lora_A.weight"):
             module = name.removeprefix(f"{PEFT_PREFIX}.").removesuffix(".lora_A.weight")
             b = source.tensors[name.replace(".lora_A.", ".lora_B.")]
             magnitude = source.tensors.get(f"{PEFT_PREFIX}.{module}.{MAGNITUDE}")
@@ -237,7 +246,7 @@ def _describe(report: MergeReport, config: ExportConfig) -> tuple[str, ...]:
 
 
 def _write_adapter_alone(directory: Path, config: ExportConfig, source: _Source) -> tuple[str, ...]:
-    modules = {name.removeprefix(f"{PEFT_PREFIX}.").rpartition(".lora_")[0] for name in peft_names(source.base.model)}
+    modules = {*adapted_modules(source.base.model), *trained_modules(source.base.model)}
     size = sum(tensor.nbytes for tensor in source.tensors.values())
     _require_space(config.to, size, source.checkpoint)
     write_adapter(

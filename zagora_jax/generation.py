@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models import tables
 from models.cache import KVCache
 from models.llama import Llama
 from models.parameters import split
@@ -180,7 +179,7 @@ def _generate(
     end_ids = jnp.array(ends, jnp.int32)
 
     def choose(hidden: jax.Array, index: jax.Array | int) -> jax.Array:
-        logits = tables.logits(hidden, model.head)  # [B, V]
+        logits = model.logits(hidden)  # [B, V]
         if greedy:
             return logits.argmax(-1).astype(jnp.int32)
         return jax.random.categorical(jax.random.fold_in(key, index), logits / temperature).astype(jnp.int32)

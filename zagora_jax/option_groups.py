@@ -80,8 +80,14 @@ class LoraConfig(Options):
     )
     targets: str | list[str] = Field(
         default="all-linear",
-        description="The linear modules that get an adapter: all-linear (every one but lm_head), a list of names as "
-        "they end (q_proj,v_proj), or one regular expression that matches whole names.",
+        description="The modules that get an adapter: all-linear (every linear one but lm_head), a list of names as "
+        "they end (q_proj,v_proj; embed_tokens and lm_head too), or one regular expression that matches whole names.",
+    )
+    modules_to_save: list[str] | None = Field(
+        default=None,
+        description="Tables and norms that are trained in full, beside the adapters, by how their names end: "
+        "embed_tokens, lm_head, norm (all of them), input_layernorm, ... Where the output head is the embedding, both "
+        "names mean the one table.",
     )
     use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank): rank-stabilised LoRA.")
     use_dora: bool = Field(

@@ -78,9 +78,27 @@ def loss_sum(
     `of_part` is what `Llama.hidden_states` takes beside for a part of the layers.
     """
     hidden = hidden_states(model, batch, options, dropout_keys, placement, exchanged, **of_part)
-    flat = hidden.reshape(-1, hidden.shape[-1])  # [M*S, hidden]
-    targets, weights = batch.targets.reshape(-1), batch.weights.reshape(-1)
-    return cross_entropy_sum(flat, model.head, targets, weights, vocabulary=placement.vocabulary)
+    return head_loss(model, hidden, batch.targets, batch.weights, dropout_keys, placement)
+
+
+def head_loss(
+    model: Llama,
+    hidden: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    dropout_keys: jax.Array | None,
+    placement: Placement,
+) -> jax.Array:
+    """Sum the loss of hidden [M, S, hidden] with targets and weights [M, S]."""
+    terms = model.head_terms(hidden, placement, dropout_keys)
+    return cross_entropy_sum(
+        [term.hidden.reshape(-1, term.hidden.shape[-1]) for term in terms],  # [M*S, hidden]
+        [term.table for term in terms],
+        targets.reshape(-1),
+        weights.reshape(-1),
+        vocabulary=placement.vocabulary,
+        trained=tuple(term.trained for term in terms),
+    )
 
 
 def streamed_hidden_states(
@@ -124,11 +142,11 @@ def streamed_loss_sum(
     """Do what `loss_sum` does for all micro-batches of a streamed model; see `streamed_hidden_states`."""
     hidden = streamed_hidden_states(model, waiting, batch, options, dropout_keys, placement, exchanged, **of_part)
 
-    def add(total: jax.Array, micro_batch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        hidden, targets, weights = (array.reshape(-1, *array.shape[2:]) for array in micro_batch)
-        return total + cross_entropy_sum(hidden, model.head, targets, weights, vocabulary=placement.vocabulary), None
+    def add(total: jax.Array, micro_batch: tuple) -> tuple[jax.Array, None]:
+        hidden, targets, weights, keys = micro_batch
+        return total + head_loss(model, hidden, targets, weights, keys, placement), None
 
-    return jax.lax.scan(add, jnp.float32(0), (hidden, batch.targets, batch.weights))[0]
+    return jax.lax.scan(add, jnp.float32(0), (hidden, batch.targets, batch.weights, dropout_keys))[0]
 
 
 # (state, frozen, batch, scale) -> the step's gradients times `scale`, the loss, the residuals, and the loss as it is

@@ -18,7 +18,13 @@ import zagora_jax
 from models.lora import initial_adapter
 from models.parameters import split
 from zagora_jax import interruption
-from zagora_jax.adapter import adapted_modules, open_adapter, save_adapter, with_adapters_options
+from zagora_jax.adapter import (
+    adapted_modules,
+    open_adapter,
+    save_adapter,
+    trained_modules,
+    with_adapters_options,
+)
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import CompiledStep, Recipe
 from zagora_jax.base import open_base
@@ -113,6 +119,7 @@ class _Run:
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
         self.first_adapter = None if config.adapter is None else open_adapter(config.adapter, self.base.model)
         self.row_lengths: Mapping[tuple[str, ...], Any] = {}  # for DoRA, once the weights are read
+        self.originals: Mapping[tuple[str, ...], Any] = {}  # of what is trained in full, likewise
         self.state_shapes = jax.eval_shape(self._new_state)
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
@@ -219,7 +226,7 @@ class _Run:
         config, total = self.config, self.base.parameter_count()
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.declared_adapters))
         frozen_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.declared_frozen))
-        modules = adapted_modules(self.base.model)
+        modules, in_full = adapted_modules(self.base.model), trained_modules(self.base.model)
         names = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
         return {
             "model": f"{self.base.name} ({total / 1e6:,.1f} M parameters)"
@@ -229,7 +236,12 @@ class _Run:
             + ("" if config.embeddings == "none" else f", embedding and head {config.embeddings}"),
             "adapter": ("" if config.adapter is None else f"going on from {config.adapter}, ")
             + f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
-            "adapted": f"{len(modules)} modules: {names}",
+            "adapted": f"{len(modules)} modules: {names}"
+            + (
+                f"; in full {len(in_full)}: {', '.join(sorted({name.rpartition('.')[2] for name in in_full}))}"
+                if in_full
+                else ""
+            ),
             **self.arrangement.facts(),
             "computation": f"{config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}"
             + (", layer inputs in pinned host memory" if self.options.offload_activations else ""),
@@ -242,6 +254,8 @@ class _Run:
 
     def _load(self) -> Any:
         with self.reporter.loading(self.base.parameter_count()) as on_tensor:
+            if self.saved is None and self.first_adapter is None:
+                self.originals = self.base.originals(on_tensor)
             load = partial(load_weights, self.base, self.arrangement, on_tensor, self.reporter.say)
             if self.saved is not None or self.first_adapter is not None or not self.config.lora.use_dora:
                 return load()
@@ -257,7 +271,7 @@ class _Run:
         """Return the whole state before the first step, on one device."""
         adapters = self.first_adapter
         if adapters is None:
-            adapters = initial_adapter(self.declared_adapters, self.config.seed, self.row_lengths)
+            adapters = initial_adapter(self.declared_adapters, self.config.seed, self.row_lengths, self.originals)
         state = initial_state(adapters, self.optimizer, self.config.compute_dtype, self.config.loss_spike_factor)
         return self.arrangement.begin(state)
 

@@ -40,6 +40,29 @@ def test_value_and_gradient_equal_the_plain_ones(chunk_tokens):
     np.testing.assert_allclose(cross_entropy_sum(*inputs, chunk_tokens), expected, rtol=UNITS)
 
 
+def test_trained_heads_and_capped_logits_have_the_plain_gradients():
+    """Of logits that are the sum of two products, one of whose heads is trained."""
+    hidden, head, targets, weights = random_inputs()
+    rng = np.random.default_rng(1)
+    low = jnp.asarray(rng.standard_normal((TOKENS, 3)), jnp.float32)
+    rows = jnp.asarray(rng.standard_normal((VOCABULARY, 3)), jnp.float32)
+
+    def expected(hidden, low, rows):
+        logits = 5 * jnp.tanh((hidden @ head.T + low @ rows.T) / 5)
+        return -jnp.sum(weights * jax.nn.log_softmax(logits)[jnp.arange(TOKENS), targets])
+
+    def found(hidden, low, rows):
+        heads, trained = (head, rows), (False, True)
+        return cross_entropy_sum((hidden, low), heads, targets, weights, 8, trained=trained, softcap=5.0)
+
+    plain_loss, plain_gradients = jax.value_and_grad(expected, argnums=(0, 1, 2))(hidden, low, rows)
+    loss, gradients = jax.jit(jax.value_and_grad(found, argnums=(0, 1, 2)))(hidden, low, rows)
+    np.testing.assert_allclose(loss, plain_loss, rtol=UNITS)
+    np.testing.assert_allclose(found(hidden, low, rows), plain_loss, rtol=UNITS)
+    for gradient, plain_gradient in zip(gradients, plain_gradients, strict=True):
+        np.testing.assert_allclose(gradient, plain_gradient, atol=UNITS * np.abs(plain_gradient).max())
+
+
 def test_one_supervised_token_is_right_in_every_place():
     hidden, head, targets, _ = random_inputs()
     expected = -jax.nn.log_softmax(hidden @ head.T)[jnp.arange(TOKENS), targets]

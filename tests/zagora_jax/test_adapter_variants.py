@@ -9,7 +9,14 @@ from subjects import Subject, assert_gradients_equal, assert_logits_equal
 
 from models.lora import initial_adapter
 from models.parameters import by_path, split
-from zagora_jax.adapter import open_adapter, peft_config, peft_names, peft_shapes, save_adapter, with_adapters_options
+from zagora_jax.adapter import (
+    adapted_modules,
+    open_adapter,
+    peft_config,
+    peft_shapes,
+    save_adapter,
+    with_adapters_options,
+)
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.load import ONE_DEVICE
 from zagora_jax.checkpoints.peft import read_adapter, write_adapter
@@ -165,7 +172,7 @@ def test_a_merged_export_is_the_adapted_model(tmp_path, model, variant):
     written(run / "adapter", base, lora)
     result = export(ExportConfig(run=run, to=tmp_path / "out"))
     assert result.merge is not None
-    assert result.merge.adapted == result.merge.changed == len({n.split(".lora_")[0] for n in peft_names(base.model)})
+    assert result.merge.adapted == result.merge.changed == len(adapted_modules(base.model))
     tokens = np.random.default_rng(1).integers(0, 320, (1, 40))
     theirs = oracles.transformers_logits(model, tokens, adapter=run / "adapter")
     merged = oracles.transformers_logits(tmp_path / "out", tokens)

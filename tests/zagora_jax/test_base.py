@@ -81,14 +81,14 @@ def test_targets(directory, targets, expected):
     "targets", [r"model\.layers\.[01]\.mlp\.up_proj", ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]]
 )
 def test_targets_of_some_layers(directory, targets):
-    modules = adapted_modules(opened(directory, targets=targets).model)
+    modules = list(adapted_modules(opened(directory, targets=targets).model))
     assert modules == ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
 
 
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["lm_head"], "'lm_head' names no linear module"),
+        (["mlp"], "'mlp' names no linear module"),
         (["q_prj"], "the nearest is q_proj"),
     ],
 )

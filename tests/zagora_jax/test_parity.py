@@ -14,7 +14,7 @@ from flax import nnx
 from subjects import LOGIT_TOLERANCE, Subject, as_batch, assert_gradients_equal, assert_logits_equal
 
 from models.quantization import nf4
-from zagora_jax.adapter import peft_names
+from zagora_jax.adapter import peft_shapes
 from zagora_jax.base import open_base
 from zagora_jax.data.batches import Batch
 from zagora_jax.option_groups import LoraConfig
@@ -59,7 +59,7 @@ def with_adapter(tmp_path, config=None, lora=None, quantization="nf4"):
     tensors = {
         name: tensor
         for name, tensor in oracles.random_adapter(directory, rank=lora.rank).items()
-        if name in peft_names(base.model)
+        if name in peft_shapes(base.model)
     }
     targets = oracles.PROJECTIONS if lora.targets == "all-linear" else lora.targets
     adapter = oracles.write_adapter(

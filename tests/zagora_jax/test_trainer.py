@@ -20,7 +20,7 @@ from models.lora import initial_adapter
 from models.parameters import split
 from zagora_jax import interruption, trainer
 from zagora_jax import train as command
-from zagora_jax.adapter import peft_names
+from zagora_jax.adapter import peft_tensors
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.peft import read_adapter
@@ -185,8 +185,7 @@ def adapter_of_step(run, step):
     _, _, declared = split(base.model)
     states = SavedStates(run.directory.checkpoints)
     adapters = states.adapters(step, initial_adapter(declared, seed=0))
-    stacks = dict(nnx.to_flat_state(adapters))
-    return {name: np.asarray(stacks[path].get_value()[layer]) for name, (path, layer) in peft_names(base.model).items()}
+    return peft_tensors(base.model, adapters)
 
 
 def test_every_adapted_module_learns_in_the_first_step(run):

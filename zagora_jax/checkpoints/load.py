@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from models.llama import Llama
-from models.parameters import Frozen, Path, by_path
+from models.parameters import Adapter, Frozen, Path, by_path
 from models.quantization import is_quantized
 from models.tables import QuantizedTable
 from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
@@ -53,7 +53,7 @@ def is_stacked(path: Path) -> bool:
 def expected_tensors(model: Llama) -> dict[str, ExpectedTensor]:
     """List the tensors that a Hugging Face checkpoint of `model` holds, by name."""
     expected = {}
-    for path, variable in by_path(nnx.state(model, Frozen)).items():
+    for path, variable in (by_path(nnx.state(model, Frozen)) | trained_in_full(model)).items():
         stored = variable.get_value()
         if is_stacked(path):
             shape = stored.shape if is_quantized(stored) else stored.shape[1:]
@@ -61,8 +61,34 @@ def expected_tensors(model: Llama) -> dict[str, ExpectedTensor]:
                 name = ".".join(("model", "layers", str(layer), *path[2:]))
                 expected[name] = ExpectedTensor(path, layer, tuple(shape))
         else:
-            expected[".".join(path)] = ExpectedTensor(path, None, tuple(stored.shape))
+            is_norm = isinstance(variable, Adapter) and variable.get_metadata("axes")[0] == "layers"  # a stack of one
+            expected[".".join(path)] = ExpectedTensor(path, None, tuple(stored.shape[is_norm:]))
     return expected
+
+
+def trained_in_full(model: Llama) -> dict[Path, nnx.Variable]:
+    """Return the trained parameters that take the place of weights of the base model."""
+    declared = by_path(nnx.state(model, Adapter))
+    return {path: variable for path, variable in declared.items() if "whole" in variable.get_metadata()}
+
+
+def read_originals(
+    checkpoint: Checkpoint, model: Llama, on_tensor: Callable[[int], None] = lambda _: None
+) -> dict[Path, np.ndarray]:
+    """Read what is trained in full as the base model has it, float32 and as declared, by path.
+
+    Raises:
+        UserError: a tensor holds a number that is not finite.
+    """
+    whole = trained_in_full(model)
+    originals = {path: np.zeros(variable.get_value().shape, np.float32) for path, variable in whole.items()}
+    for name, tensor in expected_tensors(model).items():
+        if tensor.path in whole:
+            values = checkpoint.read(name).astype(np.float32)
+            _require_finite(checkpoint, name, np.isfinite(values).all())
+            originals[tensor.path].reshape(-1, *values.shape)[tensor.layer or 0] = values
+            on_tensor(values.size)
+    return originals
 
 
 def check_tensors(checkpoint: Checkpoint, model: Llama) -> None:
@@ -212,7 +238,8 @@ class _Loading:
         self.quantization, self.embeddings = quantization, model.embeddings
         self.destination, self.cache = destination, cache
         self.declared = by_path(nnx.state(model, Frozen))
-        self.expected = expected_tensors(model)
+        expected = expected_tensors(model)
+        self.expected = {name: tensor for name, tensor in expected.items() if tensor.path in self.declared}
         self.values: dict[Path, Any] = {}
         self.unsettled: tuple[Reading, Any, jax.Array | None] | None = None
 
@@ -305,7 +332,7 @@ def set_layer(stack: Any, value: Any, layer: int | jax.Array) -> Any:
     return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, value)
 
 
-def _require_finite(checkpoint: Checkpoint, name: str, is_finite: jax.Array) -> None:
+def _require_finite(checkpoint: Checkpoint, name: str, is_finite: jax.Array | np.bool_) -> None:
     """Refuse a tensor that holds an infinity or NaN."""
     if not is_finite:
         raise UserError(

@@ -10,18 +10,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from models.llama import Llama, linear_modules
+from models.llama import Llama, linear_modules, table_modules
 from models.quantization import dequantize, quantize
 from zagora_jax.checkpoints.checkpoint import Checkpoint, plan_shards
 from zagora_jax.checkpoints.huggingface import INDEX, WEIGHTS, HuggingFaceCheckpoint
 from zagora_jax.checkpoints.load import expected_tensors
-from zagora_jax.checkpoints.merge_checks import MergeChecks, MergeReport, ProbedLayer, Update
+from zagora_jax.checkpoints.merge_checks import MergeChecks, MergeReport, ProbedLayer, ProbedTable, Update
 from zagora_jax.checkpoints.safetensors_file import read_header, read_tensor
 from zagora_jax.checkpoints.safetensors_writer import write_safetensors
 from zagora_jax.errors import UserError
@@ -40,6 +41,7 @@ class Merge:
         model: Llama,
         updates: Mapping[str, Update],
         *,
+        replaced: Mapping[str, np.ndarray] | None = None,
         dequantized: str | None = None,
         dtype: np.dtype | None = None,
     ):
@@ -49,22 +51,26 @@ class Merge:
             checkpoint: Holds the base model, whose tensors have been checked against `model`.
             model: Declared with its adapter, "none" as quantization and float32.
             updates: By tensor name.
+            replaced: What takes the place of tensors, float32, by name: weights that were trained in full.
             dequantized: A quantization format: every linear layer's weight is replaced by what the format keeps of
                 it. None takes the weights as they are.
             dtype: Of all tensors that are written; None keeps each tensor's own.
         """
         self.checkpoint, self.updates = checkpoint, updates
-        self._dequantized = dequantized
+        self._dequantized, self._replaced = dequantized, replaced or {}
         expected = expected_tensors(model)
         self.specs = {
             name: (info.shape, dtype or info.dtype) for name, info in checkpoint.tensors.items() if name in expected
         }
-        layers = linear_modules(model)
-        self._linear = {
-            name: layers[module]
-            for name, tensor in expected.items()
-            if tensor.path[-1] == "weight" and (module := ".".join(tensor.path[:-1])) in layers
-        }
+        layers, tables = linear_modules(model), table_modules(model)
+
+        def of_kind(modules: Mapping[str, Any]) -> dict[str, Any]:
+            by_name = {name: ".".join(tensor.path[:-1]) for name, tensor in expected.items()}
+            return {
+                name: modules[path] for name, path in by_name.items() if path in modules and name.endswith(".weight")
+            }
+
+        self._linear, self._tables = of_kind(layers), of_kind(tables)
         self._layers = {name: expected[name].layer or 0 for name in self._linear}
         self.layout = _layout(checkpoint, {name: nbytes(*spec) for name, spec in self.specs.items()})
 
@@ -88,7 +94,7 @@ class Merge:
         if set(self.layout.values()) != {WEIGHTS}:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(self.layout.items()))}
             (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
-        return checks.report(len(self.specs), list(self.updates))
+        return checks.report(len(self.specs), list(self.updates), len(self._replaced.keys() & self.specs.keys()))
 
     def _write_file(self, path: Path, names: list[str], checks: MergeChecks, on_tensor: Callable[[], None]) -> None:
         digests = {}
@@ -114,10 +120,15 @@ class Merge:
         shape, dtype = self.specs[name]
         result = np.empty(shape, dtype)
         update = self.updates.get(name)
-        layer = None if update is None else ProbedLayer(self._linear[name], update, self._layers[name])
+        layer = None if update is None else self._probed(name, update)
+        replaced = self._replaced.get(name)
         for start, base in self._base_rows(name):
             stop = start + len(base)
             unchanged = _rounded(base, result.dtype, name)
+            if replaced is not None:
+                result[start:stop] = _rounded(replaced[start:stop], result.dtype, name)
+                checks.count(name, unchanged, result[start:stop], *_difference(base, replaced[start:stop]))
+                continue
             if update is None or layer is None:
                 result[start:stop] = unchanged
                 continue
@@ -127,6 +138,11 @@ class Merge:
             checks.compare(name, layer, wide, merged, start)
             checks.count(name, unchanged, written, wide, delta)
         return result
+
+    def _probed(self, name: str, update: Update) -> "ProbedLayer | ProbedTable":
+        if name in self._tables:
+            return ProbedTable(self._tables[name], update)
+        return ProbedLayer(self._linear[name], update, self._layers[name])
 
     def _base_rows(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield some rows at a time of the base model's tensor, each with the number of its first row."""
@@ -139,6 +155,12 @@ class Merge:
         else:
             for start in range(0, shape[0], step):
                 yield start, self.checkpoint.read_rows(name, start, min(start + step, shape[0]))
+
+
+def _difference(base: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a weight was, and by how much it changed, float32."""
+    wide = base.astype(np.float32, copy=False)
+    return wide, trained - wide
 
 
 def nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.embedding import Embedding
 from models.linear import Linear
 from models.lora import MAGNITUDE
 from models.parameters import Adapter, Frozen
@@ -54,7 +55,7 @@ class MergeReport:
 
     Attributes:
         tensors: How many were written; each was read back and equals what was computed.
-        adapted: How many of them carry an update.
+        adapted: How many of them carry an update, or were trained in full.
         changed: How many of those differ from the base model's weights in what was written.
         columns: Columns of adapted weights that were compared with the outputs of the model's layers.
         largest_deviation: The largest difference found there before rounding, absolute.
@@ -121,6 +122,32 @@ class ProbedLayer:
         return np.asarray(outputs).T, bound + np.finfo(np.float32).tiny
 
 
+class ProbedTable:
+    """The embedding or the output head with its adapter, asked for single columns as `ProbedLayer` is."""
+
+    def __init__(self, table: Embedding, update: Update):
+        """Choose the columns."""
+        assert table.adapter is not None
+        self._update = update
+        self._parts: Any = nnx.split(table, Frozen, Adapter)
+        self._of_head = table.adapter.of_head
+        width = update.a.shape[1]
+        self.columns = np.sort(np.random.default_rng(0).choice(width, min(_PROBED_COLUMNS, width), replace=False))
+
+    def outputs(self, weight: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Do what `ProbedLayer.outputs` does."""
+        b, a = self._update.b[start : start + len(weight)], self._update.a
+        graph, frozen, adapter = self._parts
+        values = {"weight": weight, "rows": b, "columns": a[None]}
+        units = np.zeros((len(self.columns), weight.shape[1]), np.float32)  # [columns, hidden]
+        units[np.arange(len(self.columns)), self.columns] = 1
+        run = _logits if self._of_head else _embeddings
+        found = np.asarray(run(graph, _filled(frozen, values), _filled(adapter, values), units))  # [columns, rows]
+        parts = abs(self._update.scale) * (np.abs(b) @ np.abs(a[:, self.columns]))  # [rows, columns]
+        bound = 2 * (len(a) + 3) * _FLOAT32_ROUNDING * (np.abs(weight[:, self.columns]) + parts)
+        return found.T, bound + np.finfo(np.float32).tiny
+
+
 class MergeChecks:
     """Gathers the comparisons of one merge."""
 
@@ -130,7 +157,9 @@ class MergeChecks:
         self.largest_deviation = self.share_of_bound = 0.0
         self.update_norm = self.kept_norm = 0.0
 
-    def compare(self, name: str, layer: ProbedLayer, base: np.ndarray, merged: np.ndarray, start: int) -> None:
+    def compare(
+        self, name: str, layer: ProbedLayer | ProbedTable, base: np.ndarray, merged: np.ndarray, start: int
+    ) -> None:
         """Compare merged rows with what the layer makes of the base model's rows and the adapter."""
         outputs, bound = layer.outputs(base, start)
         deviation = np.abs(merged[:, layer.columns] - outputs)
@@ -151,8 +180,11 @@ class MergeChecks:
         self.update_norm += float(np.vdot(delta, delta))
         self.kept_norm += float(np.vdot(written.astype(np.float32, copy=False) - base, delta))
 
-    def report(self, tensors: int, adapted: list[str]) -> MergeReport:
-        """Sum up; an adapted weight that is left as it was is an error."""
+    def report(self, tensors: int, adapted: list[str], replaced: int) -> MergeReport:
+        """Sum up; an adapted weight that is left as it was is an error.
+
+        Of the weights that were trained in full, their number is counted in: a norm may stay as it was in rounding.
+        """
         unchanged = [name for name in adapted if name not in self.changed]
         if unchanged:
             raise UserError(
@@ -162,7 +194,7 @@ class MergeChecks:
             )
         return MergeReport(
             tensors=tensors,
-            adapted=len(adapted),
+            adapted=len(adapted) + replaced,
             changed=len(self.changed),
             columns=self.columns,
             largest_deviation=self.largest_deviation,
@@ -176,6 +208,21 @@ def _filled(state: nnx.State, values: Mapping[str, np.ndarray]) -> nnx.State:
     return nnx.from_flat_state(
         [(path, variable.replace(jnp.asarray(values[str(path[-1])]))) for path, variable in nnx.to_flat_state(state)]
     )
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(graph: nnx.GraphDef, frozen: nnx.State, adapter: nnx.State, x: jax.Array) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        terms = nnx.merge(graph, frozen, adapter).head_terms(x, LOCAL, None)
+        return sum((jnp.einsum("cd,vd->cv", term.hidden, term.table) for term in terms), jnp.float32(0))
+
+
+@partial(jax.jit, static_argnums=0)
+def _embeddings(graph: nnx.GraphDef, frozen: nnx.State, adapter: nnx.State, units: jax.Array) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        table = nnx.merge(graph, frozen, adapter)
+        tokens = jnp.arange(table.weight.get_value().shape[0])[None]
+        return table.embed(tokens, LOCAL, jnp.float32)[0][:, jnp.argmax(units, axis=1)].T
 
 
 @partial(jax.jit, static_argnums=0)

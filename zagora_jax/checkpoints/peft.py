@@ -23,7 +23,13 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 CHECKSUM = "zagora_jax.sha256"  # in the metadata of the weights, which other tools pass over
 
-_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_((?P<side>[AB])\.weight|magnitude_vector)")
+_TENSOR_NAME = re.compile(
+    r"base_model\.model\.(?P<module>.+?)"
+    r"\.(?P<part>lora_A\.weight|lora_B\.weight|lora_magnitude_vector|lora_embedding_A|lora_embedding_B|weight)"
+)
+# Where the embedding or the head has an adapter, PEFT writes the base model's table beside it.
+_BASE_LAYER = re.compile(r"base_model\.model\..+\.base_layer\.weight")
+_EMBEDDING_PARTS = ("lora_embedding_A", "lora_embedding_B")
 _DTYPES = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 
 # Fields that say nothing about the adapter's arithmetic.
@@ -55,6 +61,8 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     layers_to_transform: tuple[int, ...] | None = None
+    modules_to_save: tuple[str, ...] | None = None
+    ensure_weight_tying: bool = False
 
     @property
     def scale(self) -> float:
@@ -99,7 +107,8 @@ class AdapterConfig:
             "layers_pattern": None,
             "rank_pattern": dict(self.rank_pattern),
             "alpha_pattern": dict(self.alpha_pattern),
-            "modules_to_save": None,
+            "modules_to_save": None if self.modules_to_save is None else list(self.modules_to_save),
+            "ensure_weight_tying": self.ensure_weight_tying,
         }
 
 
@@ -135,7 +144,7 @@ def write_adapter(
             f"the adapter is not saved: expected {len(set(modules))} modules, found {len(found)}; "
             f"{difference[0]} is on one side only"
         )
-    if trained and not any(np.any(tensor) for name, tensor in tensors.items() if ".lora_B." in name):
+    if trained and not any(np.any(tensor) for name, tensor in tensors.items() if begins_as_zero(name)):
         raise ValueError("the adapter is not saved: every B is zero after training, so it does nothing")
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -148,6 +157,11 @@ def write_adapter(
         )
     write_bytes(directory / CONFIG, (json.dumps(config.to_json(), indent=2) + "\n").encode())
     _verify(directory, tensors, config)
+
+
+def begins_as_zero(name: str) -> bool:
+    """Whether a tensor is that matrix of its adapter which is zero before training."""
+    return name.endswith((".lora_B.weight", ".lora_embedding_A"))
 
 
 def read_adapter(directory: Path) -> tuple[dict[str, np.ndarray], AdapterConfig]:
@@ -167,7 +181,7 @@ def read_adapter(directory: Path) -> tuple[dict[str, np.ndarray], AdapterConfig]
         raise UserError(
             f"{directory} holds no {WEIGHTS}.{pickled if (directory / 'adapter_model.bin').exists() else ''}"
         )
-    infos = read_header(directory / WEIGHTS)
+    infos = {name: info for name, info in read_header(directory / WEIGHTS).items() if not _BASE_LAYER.fullmatch(name)}
     problem = _find_problem({name: (info.shape, info.dtype) for name, info in infos.items()}, config)
     if problem:
         raise UserError(f"{directory / WEIGHTS}: {problem}.")
@@ -196,6 +210,7 @@ def _read_config(directory: Path) -> AdapterConfig:
         raise UserError(f"{path}: expected peft_type LORA for CAUSAL_LM, found {peft_type} for {task_type}.")
     targets = entry("target_modules", (str, list))
     layers = entry("layers_to_transform", (int, list, type(None)), None)
+    saved = entry("modules_to_save", (list, type(None)), None)
     config = AdapterConfig(
         r=entry("r", (int,)),
         lora_alpha=entry("lora_alpha", (int, float)),
@@ -207,6 +222,8 @@ def _read_config(directory: Path) -> AdapterConfig:
         rank_pattern=_patterns(path, "rank_pattern", content.pop("rank_pattern", None), (int,)),
         alpha_pattern=_patterns(path, "alpha_pattern", content.pop("alpha_pattern", None), (int, float)),
         layers_to_transform=(layers,) if isinstance(layers, int) else layers and tuple(layers),
+        modules_to_save=saved and tuple(str(name) for name in saved),
+        ensure_weight_tying=entry("ensure_weight_tying", (bool,), False),
     )
     if not all(type(layer) is int and layer >= 0 for layer in config.layers_to_transform or ()):
         raise UserError(f"{path}: layers_to_transform must be a list of numbers of layers, found {layers!r}.")
@@ -238,28 +255,50 @@ def _patterns(path: Path, name: str, content: Any, kinds: tuple[type, ...]) -> d
 
 
 def _find_problem(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], config: AdapterConfig) -> str | None:
-    """Say why tensors of these shapes and dtypes are not A [rank, in] and B [out, rank], with DoRA magnitudes [out]."""
+    """Say why tensors of these shapes and dtypes are no whole adapter.
+
+    That is A [rank, in] and B [out, rank], with DoRA magnitudes [out]; of an embedding A [rank, vocab] and
+    B [hidden, rank]; and of `modules_to_save` the weights themselves.
+    """
     if not tensors:
         return "it has no tensors"
     for name, (shape, dtype) in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
         if not match:
             return f"tensor {name!r} is not named base_model.model.<module>.lora_A.weight or .lora_B.weight"
-        stem, rank = f"base_model.model.{match['module']}.lora_", config.rank_of(match["module"])
-        parts = {"A": f"{stem}A.weight", "B": f"{stem}B.weight"}
-        if config.use_dora:
-            parts["magnitude_vector"] = f"{stem}magnitude_vector"
-        if not match["side"] and not config.use_dora:
-            return f"tensor {name!r} belongs to DoRA, but use_dora is false"
-        if absent := [partner for partner in parts.values() if partner not in tensors]:
-            return f"tensor {name!r} is there without {absent[0]!r}"
-        out = tensors[parts["B"]][0][0]
-        expected = {"A": f"[{rank}, in]", "B": f"[out, {rank}]"}.get(match["side"], f"[{out}]")
-        fits = {"A": len(shape) == 2 and shape[0] == rank, "B": len(shape) == 2 and shape[-1] == rank}
-        if 0 in shape or not fits.get(match["side"], shape == (out,)):
-            return f"tensor {name!r} has the shape {list(shape)}, expected {expected}"
         if dtype not in _DTYPES:
             return f"tensor {name!r} has the dtype {dtype}, expected a float of 16 bits or more"
+        module, part = match["module"], match["part"]
+        if part == "weight":
+            if not any(module.endswith(ending) for ending in config.modules_to_save or ()) and not (
+                config.ensure_weight_tying and module == "lm_head"
+            ):
+                return f"tensor {name!r} is no adapter's, and modules_to_save does not name it"
+            if 0 in shape:
+                return f"tensor {name!r} has the shape {list(shape)}"
+            continue
+        if problem := _find_problem_of_adapter(tensors, name, module, part, config):
+            return problem
+    return None
+
+
+def _find_problem_of_adapter(
+    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], name: str, module: str, part: str, config: AdapterConfig
+) -> str | None:
+    rank, shape = config.rank_of(module), tensors[name][0]
+    names = ["lora_A.weight", "lora_B.weight", *(["lora_magnitude_vector"] if config.use_dora else [])]
+    a, b, *magnitude = (
+        f"base_model.model.{module}.{other}" for other in (_EMBEDDING_PARTS if part in _EMBEDDING_PARTS else names)
+    )
+    if part == "lora_magnitude_vector" and not config.use_dora:
+        return f"tensor {name!r} belongs to DoRA, but use_dora is false"
+    if absent := [partner for partner in (a, b, *magnitude) if partner not in tensors]:
+        return f"tensor {name!r} is there without {absent[0]!r}"
+    out = tensors[b][0][0]
+    expected = {a: f"[{rank}, in]", b: f"[out, {rank}]"}.get(name, f"[{out}]")
+    fits = {a: len(shape) == 2 and shape[0] == rank, b: len(shape) == 2 and shape[-1] == rank}
+    if 0 in shape or not fits.get(name, shape == (out,)):
+        return f"tensor {name!r} has the shape {list(shape)}, expected {expected}"
     return None
 
 

@@ -187,6 +187,7 @@ class QuantizedCache:
         declared = by_path(nnx.state(model, Frozen))
         return any(
             tensor.layer is not None
+            and tensor.path in declared
             and is_quantized(declared[tensor.path].get_value())
             and checkpoint.format_of(name) != quantization
             for name, tensor in expected_tensors(model).items()

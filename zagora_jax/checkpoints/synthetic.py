@@ -19,7 +19,7 @@ from models.quantization import is_quantized, nf4, quantize
 from models.quantization.nf4 import NF4Tensor
 from models.tables import QuantizedTable
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
-from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, is_stacked
+from zagora_jax.checkpoints.load import ONE_DEVICE, Destination, is_stacked, trained_in_full
 from zagora_jax.errors import UserError
 
 PREFIX = "synthetic:"
@@ -58,6 +58,15 @@ def synthetic_frozen(model: Llama, seed: int, destination: Destination = ONE_DEV
             value = destination.whole(path, _draw(stored, path, key, form))
         drawn.append((path, variable.replace(value)))
     return nnx.from_flat_state(drawn)
+
+
+def synthetic_originals(model: Llama, seed: int) -> dict[Path, np.ndarray]:
+    """Draw what is trained in full: norms of ones, and tables."""
+    key = jax.random.fold_in(jax.random.key(seed), 1)
+    return {
+        path: np.asarray(_draw(variable.get_value(), path, key, "none"))
+        for path, variable in trained_in_full(model).items()
+    }
 
 
 def _draw_stack(declared: Any, path: Path, key: jax.Array, quantization: str, destination: Destination) -> Any:

@@ -157,7 +157,7 @@ def test_what_reads_back_differently_fails_loudly(tmp_path, monkeypatch):
         ("rank_pattern", {"q_proj": 0}),
         ("alpha_pattern", {"q_proj": None}),
         ("rank_pattern:", {"(": 1}),
-        ("modules_to_save", ["lm_head"]),
+        ("modules_to_save", "lm_head"),
         ("trainable_token_indices", [1]),
         ("layers_to_transform", [-1]),
         ("layers_pattern", "blocks"),
