@@ -440,7 +440,11 @@ class _Run:
             metrics_file.sync()
             self._save_adapter(whole)
             pending = whole.pending is not None and bool(whole.pending.usable)
-            states.save(whole, {**progress, "pending": pending})
+            try:
+                states.save(whole, {**progress, "pending": pending})
+            except Exception:
+                self.directory.require_in_place()  # which says better why a file is missing
+                raise
 
         return write
 

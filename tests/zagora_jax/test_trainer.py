@@ -22,6 +22,7 @@ from zagora_jax import interruption, trainer
 from zagora_jax import train as command
 from zagora_jax.adapter import peft_tensors
 from zagora_jax.base import BaseModel, open_base
+from zagora_jax.checkpoints import run_state
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.peft import read_adapter
 from zagora_jax.checkpoints.run_state import SavedStates
@@ -400,6 +401,20 @@ def test_a_run_directory_that_vanishes_is_named(folder, tmp_path, made_up, monke
         train(configure(folder, tmp_path / "run", max_steps=9, save_every=4), recorder()[0])
     assert SavedStates(tmp_path / "moved" / "checkpoints").steps() == [1]
     assert not list((tmp_path / "run").glob("*"))
+
+
+def test_a_run_directory_that_vanishes_amid_a_save_is_named(folder, tmp_path, made_up, monkeypatch):
+    prove = run_state._prove
+
+    def moved(folder, items):
+        (tmp_path / "run").rename(tmp_path / "moved")
+        prove(folder, items)
+
+    monkeypatch.setattr(run_state, "_prove", moved)
+    made_up([(True, None)] * 9)
+    with pytest.raises(UserError, match=f"{tmp_path}/run: the run directory was moved or removed during the run"):
+        train(configure(folder, tmp_path / "run", max_steps=9), recorder()[0])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_scale_may_be_searched_for_until_it_is_one(folder, tmp_path, made_up):

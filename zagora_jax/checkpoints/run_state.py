@@ -5,6 +5,7 @@ the SHA-256 of every other file and the shape and dtype of every array, so that 
 found before any array is used.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -56,8 +57,9 @@ class StateWriter:
         What was written is read back, from the disk, before the state gets its name and older ones are removed.
 
         Raises:
-            OSError: the disk is full or broken; the states saved before stand.
-            RuntimeError: what was written reads back differently; likewise.
+            OSError: the disk is full or broken, or what was written reads back differently; the states saved before
+                stand.
+            RuntimeError: there is a state of this step already.
         """
         step = int(state.step)
         final, temporary = self._directory / str(step), self._directory / f".{step}.saving"
@@ -256,14 +258,20 @@ def _prove(folder: Path, items: Items) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # or else memory would be read, not the disk
     problem = _damage(folder)
     if problem is not None:
-        raise RuntimeError(f"{folder}: what was saved reads back differently: {problem}")
+        raise _reads_back_differently(folder, problem)
     for item, tree in items.items():
         restored = jax.tree.leaves(_restore(folder / item, tree))
         for (path, leaf), found in zip(jax.tree_util.tree_leaves_with_path(tree), restored, strict=True):
             same = (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
             if not same or not np.array_equal(_bytes(found), _bytes(leaf)):
                 name = item + jax.tree_util.keystr(path)
-                raise RuntimeError(f"{folder}: what was saved reads back differently: {name}")
+                raise _reads_back_differently(folder, name)
+
+
+def _reads_back_differently(folder: Path, what: str) -> OSError:
+    return OSError(
+        errno.EIO, f"what was saved reads back differently: {what}; disk, cable or memory may be broken", folder
+    )
 
 
 def _bytes(array: Any) -> np.ndarray:

@@ -167,7 +167,7 @@ def test_what_reads_back_differently_is_no_state_and_removes_none(blank, tmp_pat
     write(folder, blank, 2)
     restore = run_state._restore
     monkeypatch.setattr(run_state, "_restore", lambda *args: jax.tree.map(lambda leaf: leaf + 1, restore(*args)))
-    with pytest.raises(RuntimeError, match=r"reads back differently: adapters\["):
+    with pytest.raises(OSError, match=r"reads back differently: adapters\[.*may be broken"):
         write(folder, blank, 4, keep=1, after_step=2)
     monkeypatch.undo()
     assert [path.name for path in folder.iterdir()] == ["2"]
