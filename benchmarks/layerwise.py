@@ -3,9 +3,10 @@
     JAX_PLATFORMS=cpu python benchmarks/layerwise.py bubble            # predicted, and measured on simulated devices
     JAX_PLATFORMS=cpu python benchmarks/layerwise.py links             # tokens/s by the time model of configure
 
-`bubble` runs the schedule on simulated devices whose tasks sleep; the order, the bound on queues and the clock are
-those of training, which writes its own idle share to metrics.jsonl. `links` compares estimates; fsdp gives every card
-rows of its own, so that its number of micro-batches does not matter.
+`bubble` runs both forms of stages on simulated devices whose tasks sleep. Stages with a program each: the order, the
+bound on queues and the clock are those of training, which writes its own idle share to metrics.jsonl. Equal stages in
+one program: the loop is that of training, and what a step takes beyond its tasks counts as idle. `links` compares
+estimates; fsdp gives every card rows of its own, so that its number of micro-batches does not matter.
 """
 
 import argparse
@@ -14,6 +15,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from sharding import lockstep
 from sharding.balance import choose_cut
 from sharding.schedule import Task, dispatch_order, producer, simulate
 from sharding.targets import GPUS
@@ -29,6 +35,7 @@ from zagora_jax.planning.shapes import Shapes
 from zagora_jax.planning.time_model import step_time
 
 FORWARD, BACKWARD = 0.05, 0.10  # seconds that a task sleeps
+MOST_STAGES = 8
 
 
 def main() -> None:
@@ -39,6 +46,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=2048)
     options = parser.parse_args()
     if options.table == "bubble":
+        jax.config.update("jax_num_cpu_devices", MOST_STAGES)
         rows = list(bubbles())
     else:
         rows = list(links(options.model, options.gpu, options.sequence_length))
@@ -47,11 +55,13 @@ def main() -> None:
 
 def bubbles() -> Iterator[list[str]]:
     """Idle shares of equal stages by their number and that of micro-batches."""
-    yield ["stages", "micro-batches", "predicted idle", "measured idle"]
+    yield ["stages", "micro-batches", "programs: predicted", "measured", "one-jit: predicted", "measured"]
     for stages in (2, 4, 8):
         for micro_batches in (1, 4, 8, 16):
             predicted = simulate([FORWARD] * stages, [BACKWARD] * stages, micro_batches).idle
-            yield [str(stages), str(micro_batches), f"{predicted:.1%}", f"{measured(stages, micro_batches):.1%}"]
+            shares = [predicted, measured(stages, micro_batches)]
+            shares += [lockstep.idle_share(stages, micro_batches), measured_in_one_program(stages, micro_batches)]
+            yield [str(stages), str(micro_batches), *(f"{share:.1%}" for share in shares)]
 
 
 class Sleeper(ThreadPoolExecutor):
@@ -97,11 +107,48 @@ def measured(stages: int, micro_batches: int) -> float:
     return idle_share(work)
 
 
+def measured_in_one_program(stages: int, micro_batches: int) -> float:
+    """Run the loop of equal stages on CPU devices that sleep."""
+
+    def asleep(x: jax.Array, seconds: float) -> jax.Array:
+        def sleep(x: jax.Array) -> jax.Array:
+            time.sleep(seconds)
+            return x
+
+        return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    @jax.custom_vjp
+    def layers(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return weight * asleep(x, FORWARD)
+
+    def backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight, x = kept
+        gradient = asleep(gradient, BACKWARD)
+        return x * gradient, weight * gradient
+
+    layers.defvjp(lambda weight, x: (weight * x, (weight, x)), backward)
+    functions = lockstep.StageFunctions(
+        lambda micro_batch: jnp.ones(8) * micro_batch, lambda weight, x, _: layers(weight, x), lambda y, _: y.sum()
+    )
+
+    def step(weight: jax.Array) -> jax.Array:
+        return lockstep.pipeline_gradients(functions, weight, micro_batches, jnp.float32(1))[0]
+
+    of_stage = PartitionSpec(lockstep.AXIS)
+    mesh = Mesh(jax.devices()[:stages], (lockstep.AXIS,))
+    compiled = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=of_stage, out_specs=of_stage, check_vma=False))
+    weights = jnp.ones((stages * 8,))
+    compiled(weights).block_until_ready()
+    started = time.perf_counter()
+    compiled(weights).block_until_ready()
+    return 1 - micro_batches * (FORWARD + BACKWARD) / (time.perf_counter() - started)
+
+
 def links(model: str, gpu: str, tokens: int) -> Iterator[list[str]]:
     """Estimated tokens/s of both strategies, over links and micro-batches."""
     base = open_base(f"synthetic:{model}", quantization="nf4", dtype="bfloat16", lora=LoraConfig())
     work = Work.of(Shapes(base))
-    yield ["cards", "link", "micro-batches", "fsdp tok/s", "layerwise tok/s", "faster"]
+    yield ["cards", "link", "micro-batches", "fsdp tok/s", "layerwise: programs", "one-jit", "faster"]
     slow, fast = ("pcie3-x4", False), ("pcie4-x16", True)
     for count in (2, 4):
         for name, peer_to_peer in (slow, fast):
@@ -122,11 +169,15 @@ def links(model: str, gpu: str, tokens: int) -> Iterator[list[str]]:
                 }
                 layers = work.shapes.num_layers
                 cut = choose_cut(estimated_costs(base.model.config, count), layers)
+                forms = [(spread, [layers], False), (staged, cut, False)]
+                forms += [(staged, [layers // count] * count, True)] if layers % count == 0 else []
                 times = [
-                    step_time(train_config(settings), work, GPUS[gpu], link, "cudnn", stages).tokens_per_second
-                    for settings, stages in ((spread, [layers]), (staged, cut))
+                    step_time(
+                        train_config(settings), work, GPUS[gpu], link, "cudnn", stages, one_program=one_program
+                    ).tokens_per_second
+                    for settings, stages, one_program in forms
                 ]
-                faster = "fsdp" if times[0] > times[1] else "layerwise"
+                faster = ("fsdp", "programs", "one-jit")[times.index(max(times))]
                 yield (
                     [str(count), f"{link.name}, {link.gpu_gb_s:.1f} GB/s", str(micro_batches)]
                     + [f"{rate:,.0f}" for rate in times]

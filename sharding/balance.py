@@ -119,3 +119,29 @@ class Balancer:
         best = choose_cut(costs, sum(cut))
         gain = 1 - pace(costs, best) / pace(costs, cut)
         return Move(best, costs, gain) if gain > self._threshold else None
+
+
+class Slowdown:
+    """Tells when steps, which nobody can look into, have become slower, and have been so for long enough.
+
+    What is usual is the median of the first `patience` steps; so again after each slowdown that was told.
+    """
+
+    def __init__(self, *, threshold: float, patience: int):
+        """Tell of steps that take more than 1 + threshold times what is usual, `patience` of them in a row."""
+        self._threshold, self._patience = threshold, patience
+        self._usual: float | None = None
+        self._seen: list[float] = []
+
+    def observe(self, seconds: float) -> bool:
+        """Take a step's time; returns whether a slowdown is to be told."""
+        if self._usual is not None and seconds <= (1 + self._threshold) * self._usual:
+            self._seen.clear()
+            return False
+        self._seen.append(seconds)
+        if len(self._seen) < self._patience:
+            return False
+        told = self._usual is not None
+        self._usual = None if told else float(np.median(self._seen))
+        self._seen.clear()
+        return told

@@ -142,6 +142,10 @@ class Spread:
         make = jax.jit(lambda: jnp.zeros(self.stored, self.whole.dtype), out_shardings=self.sharding)
         return self.wrap(make())
 
+    def whole_layer(self, flat: Any) -> Any:
+        """Return one layer's array in its own shape, of the row that `stored` has of it."""
+        return flat[: math.prod(self.shape)].reshape(self.shape) if self.flat else flat
+
     def whole_array(self, spread: Any) -> np.ndarray:
         """Undo `put`, on the host."""
         if self.flat:

@@ -20,6 +20,7 @@ from zagora_jax.pipeline import Balance, Pipeline
 from zagora_jax.reporting.sensors import GIB
 from zagora_jax.streaming import slots_of, stream_of
 from zagora_jax.tensor_parts import tensor_segments
+from zagora_jax.watched_stages import WatchedStages
 
 
 def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arrangement:
@@ -44,9 +45,10 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
             slots=None if stream is None else slots_of(config, stream.streamed_layers),
         )
     layers, why_programs = layers_of_stages(config, model, mesh), why_not_one_jit(config, model, mesh)
-    if why_programs is None:
-        return EqualStages(mesh, model, config.gradient_compression, config.offload.optimizer)
     balance = Balance(config.balance.threshold, config.balance.patience) if config.balance.threshold else None
+    if why_programs is None:
+        common = (mesh, model, config.gradient_compression, config.offload.optimizer)
+        return EqualStages(*common) if balance is None else WatchedStages(*common, balance)
     measured = None if config.stage_layers == "auto" else layers
     return Pipeline(
         mesh,

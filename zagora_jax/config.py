@@ -329,6 +329,14 @@ class TrainConfig(CommandConfig):
                 f"offload.activations does not go with remat {self.remat}, which keeps no layer inputs in one stack: "
                 "give remat full or attention"
             )
+        if self.strategy == "layerwise" and self.remat == "nested":
+            raise ValueError(
+                "remat nested does not go with strategy layerwise, whose stages have other numbers of layers than the "
+                "model: give remat full, with offload.activations where memory is short"
+            )
+        given = [name for name in ("stage_layers", "stage_form") if getattr(self, name) != "auto"]
+        if given and self.strategy != "layerwise":
+            raise ValueError(f"{given[0]} is for strategy layerwise: leave it out, or give strategy layerwise too")
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
         return self

@@ -52,13 +52,13 @@ def memory_limit(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def lacking_memory(planned: Mapping[jax.Device, int]) -> str | None:
-    """Say which device has less memory than the bytes `planned` for it; None where there is none."""
+def lacking_memory(planned: Mapping[jax.Device, int], what: str = "the step") -> str | None:
+    """Say which device has less memory than the bytes `planned` for `what`; None where there is none."""
     for device, needed in planned.items():
         limit = memory_limit(device)
         if limit is not None and needed > limit:
             return (
-                f"the step needs {needed / GIB:.2f} GiB of {device.device_kind} {device.id}, which has "
+                f"{what} needs {needed / GIB:.2f} GiB of {device.device_kind} {device.id}, which has "
                 f"{limit / GIB:.2f} GiB for it"
             )
     return None

@@ -77,7 +77,7 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     tuned = open_tuned(config.run, config.checkpoint)
     options = {"micro_batch_size": config.micro_batch_size, "sequence_length": config.sequence_length}
     run_config = tuned.config.model_copy(update={name: value for name, value in options.items() if value is not None})
-    mesh = _mesh_here(run_config)
+    run_config, mesh = _laid_out_here(run_config)
     batches = evaluation_batches(run_config, tuned.base, rows_divisor(mesh), reporter, config.data)
     if batches is None:
         raise UserError(f"{config.run}: the run has no eval_data and no eval_fraction; give --data")
@@ -89,9 +89,16 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     return evaluate(step, arrangement.put_adapters(tuned.adapters), batches.epoch(0))
 
 
-def _mesh_here(config: TrainConfig) -> Mesh:
+def _laid_out_here(config: TrainConfig) -> tuple[TrainConfig, Mesh]:
     """Lay devices out as in training where there are enough of them, or else all; the loss is the same."""
     try:
-        return choose_mesh(config)
+        mesh = choose_mesh(config)
     except UserError:
-        return choose_mesh(config.model_copy(update={"mesh": MeshConfig()}))
+        config = config.model_copy(update={"mesh": MeshConfig()})
+        mesh = choose_mesh(config)
+    given = config.stage_layers
+    if given != "auto" and len(given) != mesh.shape["stage"]:
+        config = config.model_copy(update={"stage_layers": "auto"})
+    # Whatever is against one program here was not in training, or the other way round.
+    form = config.stage_form if config.stage_form == "programs" else "auto"
+    return config.model_copy(update={"stage_form": form}), mesh

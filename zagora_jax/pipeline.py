@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from models.llama import Ends, Llama
 from models.parameters import by_path
 from models.stream_order import StreamOrder, stream_order
-from sharding.balance import choose_cut, explain
+from sharding.balance import StageCost, choose_cut, explain
 from sharding.compression import Compression, ErrorFeedback
 from sharding.exchange import ExchangeErrors
 from sharding.mesh import rows_divisor, stage_mesh
@@ -26,13 +26,14 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.devices import TAKES_LESS, memory_limit
 from zagora_jax.distribution import Distribution, describe_devices
 from zagora_jax.errors import UserError
+from zagora_jax.moving_streams import move_streamed, streamed_after
 from zagora_jax.pipeline_frozen import NO_TABLE, PipelineDestination, look_up_on_host
 from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep, activations_held
 from zagora_jax.stage import Stage
 from zagora_jax.stage_programs import PipelineState, StagePrograms
 from zagora_jax.stage_residuals import exchange_state, first_residuals
 from zagora_jax.step import ForwardOptions
-from zagora_jax.streaming import fitting_order, streamed_of_stages
+from zagora_jax.streaming import StreamedFrozen, fitting_order, streamed_of_stages
 from zagora_jax.train_state import TrainState
 
 
@@ -71,7 +72,7 @@ class Pipeline:
             model: the declared model.
             layers: how many layers each stage has. None: by estimate, and by measurement when a step is compiled.
             compression: how gradients travel between the replicas of a stage.
-            balance: when layers move in training; None: never. Where some are streamed, none ever moves.
+            balance: when layers move in training; None: never.
             host_embedding: whether words are looked up in the host's memory, and their rows sent to the first stage.
             weights: how many layers wait in host memory: "none", "all", a number, or "auto", which is all until a step
                 is compiled, and then as many as the devices' memory needs.
@@ -83,7 +84,7 @@ class Pipeline:
         """
         stages, of_model = mesh.shape["stage"], model.config.num_layers
         self.costs = estimated_costs(model.config, stages)
-        self.measures, self.balance = layers is None, balance if weights == "none" else None
+        self.measures, self.balance = layers is None, balance
         self.weights, self._is_settled = weights, weights != "auto"
         self.moments_on_host, self._why = moments_on_host, why
         layers = choose_cut(self.costs, of_model) if layers is None else layers
@@ -131,7 +132,7 @@ class Pipeline:
         if self.weights != "none":
             orders = [stage.distribution.stream for stage in self.stages]
             waiting = ", ".join(str(order.streamed_layers if order else 0) for order in orders)
-            cut += f"; of them in host memory: {waiting if self._is_settled else 'as the devices need'}; none moves"
+            cut += f"; of them in host memory: {waiting if self._is_settled else 'as the devices need'}"
         if self.host_embedding:
             cut += "; input embedding in host memory"
         cut += "; a program for each" + (f": {self._why}" if self._why else "")
@@ -150,12 +151,29 @@ class Pipeline:
             return None
         return self.stages[0].send(look_up_on_host(self._table, tokens, self.model.dtype))  # type: ignore[arg-type]
 
-    def move(self, stages: list[Stage], state: PipelineState, frozen: nnx.State) -> PipelineState:
-        """Take on a new cut, made by `cut`: `frozen` is changed in place, the new state is returned."""
+    def recut(self, layers: Sequence[int]) -> list[Stage]:
+        """Describe the stages that have so many layers each, after a move: as many as now stay on their devices."""
+        return self.cut(layers, streamed_after(self.stages, layers))
+
+    def held_while_moving(self, stages: Sequence[Stage]) -> dict[jax.Device, int]:
+        """Return the bytes that devices hold while streamed layers move: a stage's new arrays beside its old ones."""
+        held: dict[jax.Device, int] = {}
+        for old, new in zip(self.stages, stages, strict=True):
+            if self.weights != "none" and old.num_layers != new.num_layers:
+                needed = sum(spread.device_bytes for spread in jax.tree.leaves(new.distribution.frozen))
+                for device in new.distribution.mesh.devices.flat:
+                    held[device] = needed + (device.memory_stats() or {}).get("bytes_in_use", 0)
+        return held
+
+    def move(self, stages: list[Stage], state: PipelineState, frozen: Any) -> PipelineState:
+        """Take on a new cut, made by `recut`: `frozen` is changed in place, the new state is returned."""
         old, layers = self.layers, [stage.num_layers for stage in stages]
-        for path, variable in by_path(frozen).items():
-            if is_stacked(path):
-                variable.set_value(tuple(recut_trees(variable.get_value(), old, layers)))
+        if isinstance(frozen, StreamedFrozen):
+            move_streamed(self.stages, stages, frozen)
+        else:
+            for path, variable in by_path(frozen).items():
+                if is_stacked(path):
+                    variable.set_value(tuple(recut_trees(variable.get_value(), old, layers)))
         whole_residuals = self._whole_residuals(state)
         bare = recut_trees([own._replace(residuals=ExchangeErrors()) for own in state.stages], old, layers)
         self.stages = stages
@@ -243,10 +261,14 @@ class Pipeline:
         say(f"weights: {of_stages} layers of the stages wait in host memory")
         self.stages, self._is_settled = self.cut(self.layers, found), True
 
-    def _measure(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say) -> None:
+    def measured_costs(self, recipe: Recipe, whole: TrainState, batch: Batch) -> list[StageCost]:
+        """Measure what a layer costs on each stage's devices."""
         stages, micro_batches = len(self.stages), len(batch.tokens)
         held = [activations_held(index, stages, micro_batches) for index in range(stages)]
-        self.costs = measure_costs(self.stages, self.resized, held, recipe, whole, batch)
+        return measure_costs(self.stages, self.resized, held, recipe, whole, batch)
+
+    def _measure(self, recipe: Recipe, whole: TrainState, batch: Batch, say: Say) -> None:
+        self.costs = self.measured_costs(recipe, whole, batch)
         if self.weights != "none":  # what a device has no room for waits in host memory
             self.costs = [replace(cost, most_layers=None) for cost in self.costs]
         try:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from models.stream_order import StreamOrder
 from sharding.balance import Balancer, Move, pace
 from sharding.moving import moved_layers
 from sharding.schedule import Task, dispatch_order, inputs_held
@@ -52,7 +53,7 @@ class PipelineStep:
     def __init__(self, pipeline: "Pipeline", recipe: Recipe, whole: TrainState, batch: Batch, say: Say = silent):
         """Compile the programs of all stages; `whole` and `batch` give shapes."""
         self.pipeline, self._recipe, self._whole, self._batch, self._say = pipeline, recipe, whole, batch, say
-        self._compiled: dict[tuple[int, int], StagePrograms] = {}
+        self._compiled: dict[Any, StagePrograms] = {}
         started = time.perf_counter()
         self.programs = self._compile(pipeline.stages)
         self._move_seconds = time.perf_counter() - started  # that a move takes: compiling, mostly
@@ -69,14 +70,14 @@ class PipelineStep:
 
         def of_stage(item: tuple[int, Stage]) -> StagePrograms:
             index, stage = item
-            known = self._compiled.get((index, stage.num_layers))
+            known = self._compiled.get(_shape(index, stage))
             if known is not None:
                 return known.at(stage)
             return StagePrograms(stage, self._recipe, stage.part_of(self._whole), self._batch)
 
         with ThreadPoolExecutor() as threads:
             programs = list(threads.map(of_stage, enumerate(stages)))
-        self._compiled |= {(index, made.stage.num_layers): made for index, made in enumerate(programs)}
+        self._compiled |= {_shape(index, made.stage): made for index, made in enumerate(programs)}
         return programs
 
     def __call__(
@@ -142,9 +143,10 @@ class PipelineStep:
                 move, state, f"{what}; {left} steps do not make up for a move of {self._move_seconds:.1f} s"
             )
         started = time.perf_counter()
-        stages = self.pipeline.cut(move.cut)
+        stages = self.pipeline.recut(move.cut)
         programs = self._compile(stages)
-        if lacking := lacking_memory(self._planned(programs)):
+        held = self.pipeline.held_while_moving(stages)
+        if lacking := lacking_memory(self._planned(programs)) or lacking_memory(held, "the move"):
             return self._refuse(move, state, f"{what}; but {lacking}")
         moved = moved_layers(layers, move.cut)
         state = jax.block_until_ready(self.pipeline.move(stages, state, frozen))
@@ -240,6 +242,11 @@ class PipelineStep:
         return dict(sent)
 
 
+def _shape(index: int, stage: Stage) -> tuple[int, int, StreamOrder | None]:
+    """Return what the programs of a stage depend on."""
+    return index, stage.num_layers, stage.distribution.stream
+
+
 class PipelineEvaluation:
     """The forward pass through all stages, compiled."""
 
@@ -260,7 +267,7 @@ class PipelineEvaluation:
             self._stages = self._pipeline.stages
             self._programs = [
                 before[index][1]
-                if index in before and before[index][0].num_layers == stage.num_layers
+                if index in before and _shape(index, before[index][0]) == _shape(index, stage)
                 else self._compile(stage)
                 for index, stage in enumerate(self._stages)
             ]

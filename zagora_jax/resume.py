@@ -36,6 +36,7 @@ FREE_OPTIONS = {
     "plan_check",
     "strategy",  # where arrays lie changes no number but by the order of sums
     "stage_layers",  # likewise
+    "stage_form",  # likewise
     "balance",  # likewise
     "mesh",  # likewise
     "micro_batch_size",  # likewise; how many rows a step has is compared with the data

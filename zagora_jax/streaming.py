@@ -113,12 +113,13 @@ class StreamedSpread:
     Attributes:
         whole: shape and dtype of the whole array [L, ...].
         start: the first byte of a device's part in a waiting layer.
+        one: the Spread of the array if all of it were resident.
     """
 
     def __init__(self, spread: Spread, order: StreamOrder, start: int):
         """Describe the streamed form of `spread`."""
         self.whole, self.order, self.start = spread.whole, order, start
-        self._one = spread
+        self.one = spread
         self.resident = spread.of_layers(len(order.layer_kinds) - order.streamed_layers)
 
     @property
@@ -129,12 +130,12 @@ class StreamedSpread:
     @property
     def layer_shape(self) -> tuple[int, ...]:
         """The shape of a device's part of one layer."""
-        return self._one.sharding.shard_shape(self._one.stored)[1:]
+        return self.one.sharding.shard_shape(self.one.stored)[1:]
 
     def wrap(self, resident: Any) -> Any:
         """Put the array of resident layers, None where there are none, into the step's form."""
         stack = StreamedStack(resident, self.layer_shape, self.whole.dtype, self.start)
-        return self._one.wrap(stack)
+        return self.one.wrap(stack)
 
     @property
     def end(self) -> int:
@@ -151,7 +152,16 @@ class StreamedSpread:
 
     def put_layer(self, array: jax.Array | np.ndarray) -> jax.Array:
         """Spread the array of one layer."""
-        return self._one.put_layer(array).array
+        return self.one.put_layer(array).array
+
+    def of_layer(self, stored: Any, layer: int, waiting: jax.Array | None) -> jax.Array:
+        """Return a layer's flat array from the step's form; `waiting` is its row in host memory, on the devices now."""
+        is_streamed, place = self.order.place(layer)
+        if not is_streamed:
+            return stored.array.resident[place]
+        assert waiting is not None
+        stack, parts = stored.array, waiting.reshape(self.one.mesh.shape["fsdp"], -1)  # uint8 [devices, bytes]
+        return jnp.concatenate([stack.of_waiting(part) for part in parts])
 
 
 def streamed_spreads(spreads: Any, order: StreamOrder) -> Any:
@@ -185,6 +195,10 @@ class WaitingLayers:
     def shape(self) -> tuple[int, int]:
         """[K or slots, devices * bytes]."""
         return self.slots or self.order.streamed_layers, self.device_bytes * self.mesh.shape["fsdp"]
+
+    def bring(self, waiting: jax.Array, place: int) -> jax.Array:
+        """Copy a waiting layer to the devices, uint8 [devices * bytes]."""
+        return _bring(waiting.sharding)(waiting, place)
 
     def abstract(self) -> jax.ShapeDtypeStruct:
         """Describe the array to the compiler; the devices may be absent."""
@@ -261,3 +275,18 @@ def _set_waiting(sharding: NamedSharding) -> Callable[..., jax.Array]:
         of_device, mesh=sharding.mesh, in_specs=(rows, flat, everywhere, everywhere), out_specs=rows, check_vma=False
     )
     return jax.jit(mapped, donate_argnums=0, out_shardings=sharding)
+
+
+@functools.cache
+def _bring(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    """Return the function that copies one of the waiting layers to the devices."""
+
+    def of_device(waiting: jax.Array, place: jax.Array) -> jax.Array:
+        layer = jax.lax.dynamic_slice_in_dim(jax.device_put(waiting, jax.memory.Space.Host), place, 1)
+        return jax.device_put(layer, jax.memory.Space.Device)[0]
+
+    flat = PartitionSpec(sharding.spec[1])
+    mapped = jax.shard_map(
+        of_device, mesh=sharding.mesh, in_specs=(sharding.spec, PartitionSpec()), out_specs=flat, check_vma=False
+    )
+    return jax.jit(mapped)

@@ -17,6 +17,7 @@ from flax import nnx
 import zagora_jax
 from models.lora import initial_adapter
 from models.parameters import split
+from sharding.lockstep import idle_share
 from zagora_jax import interruption
 from zagora_jax.adapter import (
     adapted_modules,
@@ -228,6 +229,8 @@ class _Run:
         frozen_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.declared_frozen))
         modules, in_full = adapted_modules(self.base.model), trained_modules(self.base.model)
         names = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+        stages, times = self.arrangement.mesh.shape["stage"], config.gradient_accumulation_steps
+        waiting = f", of which stages wait {idle_share(stages, times):.0%}" if stages > 1 else ""
         return {
             "model": f"{self.base.name} ({total / 1e6:,.1f} M parameters)"
             + (", output head tied to the embedding" if self.base.model.config.tie_embeddings else "")
@@ -247,7 +250,7 @@ class _Run:
             + (", layer inputs in pinned host memory" if self.options.offload_activations else ""),
             "optimizer step": f"{config.gradient_accumulation_steps} x "
             f"{config.micro_batch_size * self.arrangement.rows_divisor} x "
-            f"{self.batches.width} tokens, {config.optimizer}, {config.schedule} schedule",
+            f"{self.batches.width} tokens, {config.optimizer}, {config.schedule} schedule{waiting}",
             "steps": f"{self.total_steps}" + (f", going on from {self.first_step}" if self.first_step else ""),
             "run directory": str(self.directory.path),
         }

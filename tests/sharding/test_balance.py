@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sharding.balance import Balancer, StageCost, choose_cut, explain, pace
+from sharding.balance import Balancer, Slowdown, StageCost, choose_cut, explain, pace
 
 COSTS = [
     [StageCost(1.0), StageCost(1.0), StageCost(1.0)],
@@ -114,3 +114,14 @@ def test_a_card_at_the_threshold_does_not_make_layers_wander():
         cards.slowness[3] = 1.0 + 0.4 * (turn % 2)
         cards.run(3)
     assert not cards.moves
+
+
+def test_a_slowdown_is_told_once_it_has_lasted():
+    slowdown = Slowdown(threshold=0.2, patience=3)
+    steps = [1.0, 1.1, 0.9]  # usual
+    steps += [1.3, 1.3, 1.0]  # too short
+    steps += [1.1] * 10  # too little
+    assert not any(map(slowdown.observe, steps))
+    assert [slowdown.observe(1.3) for _ in range(3)] == [False, False, True]
+    assert not any(slowdown.observe(1.3) for _ in range(20))  # this is usual now
+    assert [slowdown.observe(1.6) for _ in range(3)] == [False, False, True]

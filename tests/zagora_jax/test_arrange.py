@@ -55,7 +55,7 @@ def test_a_cut_that_is_none_is_refused(model, stages, given, message):
 
 def test_a_stage_without_layers_is_refused():
     with pytest.raises(ValueError, match="greater than or equal to 1"):
-        TrainConfig(model=NAME, stage_layers=[8, 0])
+        TrainConfig(model=NAME, strategy="layerwise", stage_layers=[8, 0])
 
 
 def test_stages_are_for_layerwise():

@@ -111,6 +111,19 @@ def test_layer_inputs_are_offloaded_with_what_keeps_them(options, message):
     assert train_config(remat="attention", offload={"activations": True}).offload.activations
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage_layers": [1, 1]}, "stage_layers is for strategy layerwise"),
+        ({"stage_form": "programs", "strategy": "fsdp"}, "stage_form is for strategy layerwise"),
+        ({"strategy": "layerwise", "remat": "nested"}, "remat nested does not go with strategy layerwise"),
+    ],
+)
+def test_what_is_for_stages_goes_with_stages(options, message):
+    with pytest.raises(ValidationError, match=message):
+        train_config(**options)
+
+
 def test_right_neighbours_of_the_wrong_options():
     config = train_config(
         eval_every=5, eval_data="e.jsonl", max_steps=10, warmup_steps=9, sequence_length=2, seed=2**32 - 1

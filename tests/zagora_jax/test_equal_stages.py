@@ -11,17 +11,20 @@ import runs
 from pipelines import TOLERANCE, alone, batches, furthest, laid_out, make_subject, trained
 
 from models.parameters import by_path
+from sharding.balance import StageCost
 from sharding.mesh import make_mesh
+from zagora_jax import watched_stages
 from zagora_jax.arrange import arrange
 from zagora_jax.distribution import Distribution
 from zagora_jax.equal_stages import EqualStages
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import make_optimizer
-from zagora_jax.option_groups import MeshConfig, OffloadConfig
-from zagora_jax.pipeline import Pipeline
+from zagora_jax.option_groups import BalanceConfig, MeshConfig, OffloadConfig
+from zagora_jax.pipeline import Balance, Pipeline
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import initial_state
 from zagora_jax.trainer import train
+from zagora_jax.watched_stages import WatchedStages
 
 pytestmark = pytest.mark.eight_devices
 
@@ -42,7 +45,8 @@ def equal_stages(subject, stages, compression="none", **inside):
     return EqualStages(mesh, subject.base.model, compression)
 
 
-def test_stages_train_as_one_device_does(subject):
+@pytest.mark.slow
+def test_replicas_of_stages_train_as_one_device_does(subject):
     expected, one = alone(subject, 4, 3)
     found, state = trained(equal_stages(subject, 4, data=2), subject, batches(4, 3))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
@@ -178,15 +182,67 @@ def test_what_is_against_one_program_is_said(subject, tmp_path, options, why):
 def test_alike_cards_run_one_program_unless_asked_otherwise(subject, tmp_path, monkeypatch):
     given = {"strategy": "layerwise", "mesh": MeshConfig(stage=2)}
     made = partial(runs.tiny_config, tmp_path, tmp_path / "run", tmp_path / "rows.jsonl", **given)
-    for options in ({}, {"stage_layers": [2, 2]}, {"stage_form": "one-jit"}):
+    movable = "2, 2, in one program as long as no card is slow"
+    still = {"balance": BalanceConfig(threshold=0)}
+    for options, expected in (
+        ({}, movable),
+        ({"stage_layers": [2, 2]}, movable),
+        ({"stage_form": "one-jit"}, movable),
+        (still, "2, 2, in one program; none moves"),
+    ):
         arrangement = arrange(made(**options), subject.base.model)
         assert isinstance(arrangement, EqualStages)
-        assert arrangement.facts()["layers of each stage"] == "2, 2, in one program; none moves"
+        assert arrangement.facts()["layers of each stage"] == expected
     assert isinstance(arrange(made(stage_form="programs"), subject.base.model), Pipeline)
     limits = dict(zip(jax.devices(), (2**34, 2**35, *[None] * 6), strict=True))
     monkeypatch.setattr("zagora_jax.arrange.memory_limit", limits.get)
     cut = arrange(made(), subject.base.model).facts()["layers of each stage"]
     assert cut.endswith("the cards differ: cpu with 16 GiB, cpu with 32 GiB")
+
+
+class Clock:
+    """In place of the time: a step takes a second, but 1.5 from the fourth on."""
+
+    def __init__(self):
+        self.calls, self.now = 0, 0.0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.now += 1.5 if self.calls > 6 else 1.0
+        return self.now
+
+
+SLOW = [StageCost(2.0), StageCost(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("costs", "layers", "said"),
+    [
+        (SLOW, [1, 3], "layers moved, and each stage has a program of its own now: steps have become slower and take"),
+        pytest.param([StageCost(1.0)] * 2, [2, 2], "which saves too little (0%)", marks=pytest.mark.slow),
+    ],
+    ids=["a slow card", "all alike"],
+)
+def test_layers_leave_a_slow_card_and_nothing_else_changes(subject, monkeypatch, costs, layers, said):
+    """Steps are slow from the fourth on, and layers move behind the fifth: then stages have programs of their own."""
+    expected, one = alone(subject, 6, 3)
+    monkeypatch.setattr(watched_stages, "_seconds", Clock())
+    monkeypatch.setattr(Pipeline, "measured_costs", lambda *_: costs)
+    mesh = make_mesh({"stage": 2, "data": 2}, jax.devices()[:4])
+    arrangement = WatchedStages(mesh, subject.base.model, "none", False, Balance(threshold=0.2, patience=2))
+    cuts, heard = [], []
+
+    def observe(step):
+        now = arrangement.programs or arrangement
+        cuts.append(now.layers)
+
+    found, state = trained(arrangement, subject, batches(6, 3), observe=observe, say=heard.append)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    assert furthest(state, one) < 2e-4
+    assert cuts == [[2, 2]] * 4 + [layers] * 2
+    (line,) = heard
+    assert said in line
 
 
 @pytest.mark.slow

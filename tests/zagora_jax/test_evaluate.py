@@ -58,6 +58,10 @@ def test_a_run_on_more_devices_than_here_is_evaluated_too(run, measured, tmp_pat
     spread = run.read_config().model_copy(update={"mesh": MeshConfig(data=16, fsdp=16)})
     there = finished_run(tmp_path / "run", spread)
     assert evaluate_run(EvaluateConfig(run=there.path), recorder()[0]) == measured
+    stages = {"strategy": "layerwise", "mesh": MeshConfig(stage=2), "stage_layers": [1, 1], "stage_form": "one-jit"}
+    there = finished_run(tmp_path / "stages", run.read_config().model_copy(update=stages))
+    found = evaluate_run(EvaluateConfig(run=there.path), recorder()[0])
+    assert found.loss == pytest.approx(measured.loss, rel=1e-6)  # the same float32 numbers in another program
 
 
 def test_the_loss_does_not_depend_on_how_rows_are_batched(run, measured, tmp_path):

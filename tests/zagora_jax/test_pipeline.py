@@ -10,7 +10,7 @@ import numpy as np
 import oracles
 import pytest
 import runs
-from pipelines import TOLERANCE, alone, batches, furthest, make_subject, trained
+from pipelines import TOLERANCE, alone, batches, furthest, laid_out, make_subject, trained
 
 from models.lora import initial_adapter
 from models.parameters import split
@@ -19,6 +19,7 @@ from sharding.balance import Move, StageCost
 from sharding.mesh import make_mesh
 from zagora_jax import pipeline as pipeline_module
 from zagora_jax import pipeline_step
+from zagora_jax.moving_streams import streamed_after
 from zagora_jax.optimizer import make_optimizer
 from zagora_jax.option_groups import MeshConfig, OffloadConfig
 from zagora_jax.pipeline import Balance, Pipeline
@@ -86,7 +87,7 @@ def test_auto_fills_what_the_streaming_programs_leave_of_each_card(subject, monk
     arrangement._settle(SimpleNamespace(), whole, batches(1, 3)[0], said.append)
     assert said == ["weights: 4 of 4, 0 of 1 layers of the stages wait in host memory"]
     assert [stage.distribution.stream for stage in arrangement.stages] == [stream_order(4, 4), None]
-    assert "4, 1; of them in host memory: 4, 0; none moves" in arrangement.facts()["layers of each stage"]
+    assert "4, 1; of them in host memory: 4, 0; a program for each" in arrangement.facts()["layers of each stage"]
 
 
 @pytest.mark.slow
@@ -223,6 +224,54 @@ def test_layers_leave_a_slow_card_and_nothing_else_changes(subject, monkeypatch)
     assert line.endswith("should save 2.4e+04 ms a step (67%)")
 
 
+@pytest.mark.parametrize(
+    ("weights", "inside", "streamed"),
+    [
+        (2, {}, [0, 3]),
+        pytest.param("all", {}, [1, 4], marks=pytest.mark.slow),
+        pytest.param(3, {"fsdp": 2}, [0, 4], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_streamed_layers_move_as_if_they_had_been_loaded_there(subject, weights, inside, streamed):
+    """Three and two layers become one and four; as many as before stay on the devices."""
+    mesh = make_mesh({"stage": 2, **inside}, jax.devices()[: 2 * inside.get("fsdp", 1)])
+    arrangement, fresh = (Pipeline(mesh, subject.base.model, layers, weights=weights) for layers in ((3, 2), (1, 4)))
+    assert streamed_after(arrangement.stages, [1, 4]) == streamed
+    frozen = laid_out(arrangement, subject.frozen)
+    state = PipelineState((initial_state(subject.adapters, make_optimizer("adamw", 1e-3, 0.0), "float32"),) * 2)
+    state = arrangement.put_state(arrangement.begin(state.stages[0]))
+    arrangement.move(arrangement.recut([1, 4]), state, frozen)
+    assert arrangement.layers == [1, 4]
+    fresh.stages = fresh.cut([1, 4], streamed)
+    expected = laid_out(fresh, subject.frozen)
+    assert jax.tree.structure(frozen.parameters) == jax.tree.structure(expected.parameters)
+    for ours, theirs in zip(jax.tree.leaves(frozen), jax.tree.leaves(expected), strict=True):
+        assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+        assert ours.sharding.memory_kind == theirs.sharding.memory_kind
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["all", 3])
+def test_streamed_layers_leave_a_slow_card(subject, monkeypatch, weights):
+    """There and back: the third cut is the first one, whose programs are there already."""
+    expected, one = alone(subject, 6, 3)
+    clock, cuts, said = Clock(monkeypatch), [], []
+    options = {"balance": Balance(threshold=0.3, patience=1), "weights": weights, "moments_on_host": True}
+    arrangement = pipeline(subject, (3, 2), **options)
+
+    def observe(step):
+        cuts.append(arrangement.layers)
+        clock.slowness = {0: 4.0} if len(cuts) == 1 else {1: 4.0} if len(cuts) == 3 else {}
+
+    found, state = trained(arrangement, subject, batches(6, 3), observe=observe, say=said.append, offload=True)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    assert furthest(state, one) < 2e-4
+    assert cuts == [[3, 2], [1, 4], [1, 4], [4, 1], [4, 1], [4, 1]] or cuts[:2] == [[3, 2], [1, 4]]
+    assert said[0].startswith("moved 2 layers: stage 0 takes")
+
+
 @pytest.mark.slow
 def test_residuals_move_with_their_layers(subject, monkeypatch):
     """What is rounded off differs with the cut, so that losses agree as far as compressed ones do."""
@@ -283,7 +332,7 @@ def test_a_streaming_run_goes_on(tmp_path):
         return train(config, reporter), printed(), [line | {"idle": 0} for line in runs.numbers(tmp_path / name)]
 
     _, printed, expected = run("whole", 4)
-    assert "3, 2; of them in host memory: 3, 2; none moves" in printed
+    assert "3, 2; of them in host memory: 3, 2; a program for each" in printed
     layout = json.loads((tmp_path / "whole" / "layout.json").read_text())["host_bytes_a_device"]
     assert all(kinds["layers"] > 0 and kinds["optimizer"] > 0 for kinds in layout.values())
     run("parted", 2)

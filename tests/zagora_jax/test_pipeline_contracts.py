@@ -53,7 +53,7 @@ def step() -> PipelineStep:
 
 @pytest.fixture(scope="module")
 def one_program() -> SpreadStep:
-    made = compiled(4, **SMALL, model="synthetic:tinyllama-1.1b?layers=4")
+    made = compiled(4, **SMALL, **{"model": "synthetic:tinyllama-1.1b?layers=4", "balance.threshold": 0})
     assert isinstance(made, SpreadStep)
     return made
 

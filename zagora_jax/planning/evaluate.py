@@ -118,16 +118,13 @@ class Evaluator:
         mesh = make_mesh(mesh_shape(config), self._devices)
         step = compile_planned(self._compilable(config), mesh, self.model.base)
         arguments, estimates = self._shapes.arguments(config), self.estimate(candidate).stages
-        if not isinstance(step, SpreadStep):
+        if not isinstance(step, SpreadStep) or mesh.shape["stage"] > 1:
             peaks, host = step.planned_memory(), step.planned_host_memory()
             firsts = [devices.flat[0] for devices in mesh.devices]  # "stage" is the first axis
             stages = tuple(
                 read_by_estimate(peaks[first], held, estimate, host[first])
                 for first, held, estimate in zip(firsts, arguments, estimates, strict=True)
             )
-        elif mesh.shape["stage"] > 1:
-            plan, pairs = memory(step.compiled), zip(arguments, estimates, strict=True)
-            stages = tuple(read_by_estimate(plan.peak, held, estimate, plan.host_peak) for held, estimate in pairs)
         elif config.streamed_weights != "none":
             plan = memory(step.compiled)
             stages = (read_by_estimate(plan.peak, arguments[0], estimates[0], plan.host_peak),)
