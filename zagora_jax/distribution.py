@@ -444,7 +444,9 @@ class SpreadStep:
 
     def __call__(self, state: TrainState, frozen: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Take the step; `batch` is on the host."""
-        return self.distribution.run(self.compiled, state, frozen, self.distribution.put_batch(batch), backward=True)
+        batch, feed = self.distribution.put_batch(batch), self.distribution.feed
+        state, metrics = self.distribution.run(self.compiled, state, frozen, batch, backward=True)
+        return state, metrics if feed is None else metrics | {"disk_wait_seconds": np.float64(feed.seconds_waited)}
 
     def finish(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Apply the gradients that the last step leaves pending, if any."""

@@ -119,6 +119,16 @@ class LayerFeed:
                 "one stand: the same command with --resume goes on from there, and makes anew what is damaged"
             ) from failure
 
+    @property
+    def seconds_waited(self) -> float:
+        """How long the last program's devices have waited for the disk: of all, the longest."""
+        return 0.0 if self._ring is None else max(self._ring.waited)
+
+    @property
+    def layers_read(self) -> int:
+        """How many layers have been read from the disk since the feed was opened."""
+        return 0 if self._ring is None else self._ring.layers_read
+
     def close(self) -> None:
         """Stop reading, and leave `waiting` alone."""
         if self._ring is not None:

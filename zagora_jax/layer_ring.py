@@ -6,6 +6,7 @@ before that. The order turns back at its end: what is still in a slot is not rea
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -35,6 +36,7 @@ class LayerRing:
         failure: what went wrong in a thread. From then on layers are not waited for, and what is in the slots is wrong:
             whoever runs programs is to raise it behind each.
         layers_read: how many layers have been read since the beginning.
+        waited: seconds that each device has waited for layers in this program.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class LayerRing:
         self._held: list[int | None] = [None] * slots
         self._order: Sequence[int] = ()
         self._asked = [0] * devices  # how many layers each device has asked for in this program
+        self.waited = [0.0] * devices
         self._filling: dict[int, _Filling] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -67,7 +70,7 @@ class LayerRing:
         """Announce a program, which brings layers in this `order`; no other may run."""
         with self._changed:
             self._order = order
-            self._asked = [0] * len(self._asked)
+            self._asked, self.waited = [0] * len(self._asked), [0.0] * len(self._asked)
             self._changed.notify_all()
 
     def arrive(self, layer: int, device: int) -> None:
@@ -79,7 +82,9 @@ class LayerRing:
                 self.failure = RuntimeError(f"streamed layer {layer} came out of order, in place of {expected}")
             self._asked[device] = number + 1
             self._changed.notify_all()
+            started = time.perf_counter()
             self._changed.wait_for(lambda: self._held[layer % self.slots] == layer or self.failure is not None)
+            self.waited[device] += time.perf_counter() - started
 
     def close(self) -> None:
         """Let the threads end."""

@@ -87,6 +87,7 @@ def test_a_file_that_breaks_amid_the_run_ends_it_and_the_run_goes_on(world, resi
     assert "layer-00004" in printed()
     assert "it is removed, and made anew" in printed()
     assert outcome(config) == resident
+    assert all(line["disk_wait_seconds"] >= 0 for line in runs.numbers(config.output))
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(1, 4), (5, 5), (LAYERS, "host")])

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from models.lora import initial_adapter
 from models.parameters import split
 from zagora_jax.arrange import arrange
-from zagora_jax.arrangement import CompiledStep, Recipe
+from zagora_jax.arrangement import Arrangement, CompiledStep, Recipe
 from zagora_jax.base import BaseModel, open_base
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
@@ -17,11 +17,13 @@ from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.train_state import TrainState, initial_state
 
 
-def compile_planned(config: TrainConfig, mesh: Mesh, base: BaseModel | None = None) -> CompiledStep:
+def compile_planned(
+    config: TrainConfig, mesh: Mesh, base: BaseModel | None = None, arrangement: Arrangement | None = None
+) -> CompiledStep:
     """Compile the step that `config` would train with, its sequences of full length, for a mesh of any devices.
 
     With `sharding.targets.absent_devices` in the mesh it cannot run. Where offload.weights is auto,
-    all layers are streamed.
+    all layers are streamed. A step that reads layers from the disk runs with the `arrangement` whose feed is open.
 
     Raises:
         UserError: what the same configuration would be refused for in training, but for its data.
@@ -30,7 +32,7 @@ def compile_planned(config: TrainConfig, mesh: Mesh, base: BaseModel | None = No
         config.model, quantization=config.quantization, dtype=config.compute_dtype, lora=config.lora, seed=config.seed
     )
     base = base.with_embeddings(config.embeddings)
-    arrangement = arrange(config, base.model, mesh)
+    arrangement = arrangement or arrange(config, base.model, mesh)
     # The number of steps is a constant of the program, whose size does not depend on it.
     steps = config.max_steps or config.warmup_steps + 1
     schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, steps)
