@@ -4,8 +4,8 @@
         --optimizer adamw_8bit --offload.activations true --device-memory-limit 23
     python benchmarks/disk.py --folder /tmp/disk --model smollm2-135m --layers 8 --shapes 1x2x64 --sources host disk
 
-makes an entry of the cache of quantised models in FOLDER with random layers of full size (0.44 GB a layer of Llama 3 70B
-in NF4; the model's own file has a hole in their place), has it leave the page cache, and measures:
+makes an entry of the cache of quantised models in FOLDER with random layers of full size (0.44 GB a layer of Llama 3
+70B in NF4; the model's own file has a hole in their place), has it leave the page cache, and measures:
 
 - disk: the entry's files read from end to end by as many threads as a run has;
 - for each source, in a process of its own: steps of each shape, tokens/s, how long the device waited for the disk, GB a

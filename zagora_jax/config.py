@@ -411,6 +411,12 @@ class ConfigureConfig(CommandConfig):
         description="Whether cards reach each other's memory; else yes, but for GeForce cards over PCIe.",
     )
     host_memory: float | None = Field(default=None, gt=0, description="GiB of the host; else this machine's.")
+    disk_gb_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="GB/s at which the disk of quantized_cache is read, from which layers come that host memory has no "
+        "room for; else as this machine reads the files that are there, or 3.",
+    )
     hourly_price: float | None = Field(default=None, ge=0, description="What the machine costs an hour, for the total.")
 
     sequence_length: int = Field(default=2048, ge=2, le=2**24, description="Tokens in a row at most.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 from jax.sharding import Mesh
 
 from models.stream_order import StreamOrder
@@ -59,15 +60,27 @@ def settle_source(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callabl
     source = config.offload.weights_from
     if config.streamed_weights == "none" or source == "host" or config.strategy == "layerwise":
         return config
-    lacking = "random weights are in no file" if base.synthetic else None
-    lacking = "there is no cache of quantised layers" if base.quantized_cache is None else lacking
-    if source != "auto" and lacking:
-        raise UserError(f"--offload.weights-from {source}: {lacking} to read layers from; leave it out")
+    problem = _problem(base)
+    if source != "auto" and problem:
+        raise UserError(f"--offload.weights-from {source}: {problem}")
     if source == "auto":
-        slots = None if lacking else _room(config, base, mesh, say)
+        slots = None if problem else _room(config, base, mesh, say)
         offload = config.offload.model_copy(update={"weights_from": slots or "host"})
         config = config.model_copy(update={"offload": offload})
     return config
+
+
+def _problem(base: BaseModel) -> str | None:
+    """Say what is against reading layers from the disk while a program runs."""
+    if base.synthetic:
+        return "random weights are in no file; leave it out"
+    if base.quantized_cache is None:
+        return "there is no cache of quantised layers; give --quantized-cache a folder, or auto"
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError:
+        return "programs ask for layers through JAX's CPU backend, which JAX_PLATFORMS leaves out: set it to cuda,cpu"
+    return None
 
 
 def _room(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> int | None:

@@ -58,6 +58,8 @@ class Candidate:
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh_shape(config).items() if size > 1)
         offloaded = " and offload.activations" if config.offload.activations else ""
         weights = "" if config.streamed_weights == "none" else f", {config.streamed_weights} layers streamed"
+        if isinstance(slots := config.offload.weights_from, int):
+            weights += f" from the disk through room for {slots}"
         moments = " with offload.optimizer" if config.offload.optimizer else ""
         embeddings = "" if config.embeddings == "none" else f", embeddings {config.embeddings}"
         kept = f"remat {config.remat}{offloaded}, {config.optimizer}{moments}{embeddings}"

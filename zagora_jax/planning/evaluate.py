@@ -16,7 +16,7 @@ from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import Candidate
 from zagora_jax.planning.compiled import compile_planned
-from zagora_jax.planning.host import HostNeeds, host_needs
+from zagora_jax.planning.host import HostNeeds, host_needs, slots_in_host_memory
 from zagora_jax.planning.machine import Machine
 from zagora_jax.planning.memory import DeviceMemory, read_by_estimate, read_memory
 from zagora_jax.planning.micro_batch import Work
@@ -105,7 +105,16 @@ class Evaluator:
         return "cuda" if self.machine.is_gpu else "cpu"
 
     def estimate(self, candidate: Candidate) -> Evaluated:
-        """Evaluate from shapes."""
+        """Evaluate from shapes; layers that host memory has no room for come from the disk."""
+        in_host_memory = self._estimate(candidate)
+        stream = self._shapes.streams(candidate.config)[0]
+        if stream is None:
+            return in_host_memory
+        needs, waiting = self.host(in_host_memory), in_host_memory.memory.waiting
+        slots = slots_in_host_memory(candidate.config, needs, waiting, stream.streamed_layers)
+        return in_host_memory if slots is None else self._estimate(candidate.changed(offload__weights_from=slots))
+
+    def _estimate(self, candidate: Candidate) -> Evaluated:
         device = self.machine.memory if self.machine.is_gpu else None
         stages = estimate_memory(candidate.config, self._shapes, self._kernel(candidate.config), device)
         return Evaluated(candidate, stages, self._time(candidate.config))
@@ -113,11 +122,12 @@ class Evaluator:
     def compile(self, candidate: Candidate) -> Evaluated:
         """Evaluate by the compiled step."""
         assert self._devices is not None
-        config = candidate.config
+        estimate = self.estimate(candidate)
+        candidate, config = estimate.candidate, estimate.candidate.config
         self._say(f"compiling {candidate}")
         mesh = make_mesh(mesh_shape(config), self._devices)
         step = compile_planned(self._compilable(config), mesh, self.model.base)
-        arguments, estimates = self._shapes.arguments(config), self.estimate(candidate).stages
+        arguments, estimates = self._shapes.arguments(config), estimate.stages
         if not isinstance(step, SpreadStep) or mesh.shape["stage"] > 1:
             peaks, host = step.planned_memory(), step.planned_host_memory()
             firsts = [devices.flat[0] for devices in mesh.devices]  # "stage" is the first axis

@@ -10,6 +10,7 @@ from zagora_jax.checkpoints.cache_writer import WAITING_BYTES
 from zagora_jax.checkpoints.read_ahead import PIECE_BYTES, READERS
 from zagora_jax.config import TrainConfig
 from zagora_jax.host_memory import RESERVE
+from zagora_jax.layer_ring import LEAST_SLOTS
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.shapes import Shapes, mesh_shape
 
@@ -100,6 +101,24 @@ def _waiting_for_the_cache(config: TrainConfig, shapes: Shapes) -> int:
     if config.quantized_folder is None or config.quantization == "none":
         return 0
     return min(WAITING_BYTES, shapes.layer_weight_bytes * shapes.base.model.config.num_layers)
+
+
+def slots_in_host_memory(config: TrainConfig, needs: HostNeeds, waiting: int, streamed: int) -> int | None:
+    """Return for how many streamed layers the host has room, where the others may come from the disk; else None.
+
+    Args:
+        config: of a run with all streamed layers in host memory.
+        needs: what that needs of the host.
+        waiting: bytes of the streamed layers of a device.
+        streamed: their number.
+    """
+    if config.offload.weights_from != "auto" or config.strategy == "layerwise":
+        return None
+    if not waiting or needs.memory_there is None or needs.memory <= needs.memory_there:
+        return None
+    waiting *= math.prod(mesh_shape(config).values())
+    room = (needs.memory_there - (needs.memory - waiting)) * streamed // waiting
+    return room if room >= min(LEAST_SLOTS, streamed) else None
 
 
 def _existing(path: Path) -> Path:

@@ -30,6 +30,8 @@ _NVLINK = {
     "h200": 450.0,
 }
 _REACHED, _REACHED_THROUGH_HOST = 0.8, 0.4
+# What an NVMe disk behind four lanes of PCIe 3.0, the slowest that are sold, gives of the 3.5 that makers print.
+DISK_GB_S = 3.0
 
 NAMES = (
     *(f"pcie{generation}" for generation in _PCIE_LANE),
@@ -47,12 +49,14 @@ class Link:
         gpu_gb_s: to another GPU.
         host_gb_s: to pinned host memory.
         measured: whether measured on this machine.
+        disk_gb_s: from the disk to host memory, for all GPUs together.
     """
 
     name: str
     gpu_gb_s: float
     host_gb_s: float
     measured: bool = False
+    disk_gb_s: float = DISK_GB_S
 
 
 def find_link(name: str, gpu: Gpu, peer_to_peer: bool | None) -> Link:

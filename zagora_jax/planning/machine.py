@@ -8,11 +8,11 @@ import psutil
 
 from sharding.targets import GPUS, Gpu, absent_devices
 from sharding.targets import gpu as find_gpu
-from zagora_jax.config import ConfigureConfig
+from zagora_jax.config import ConfigureConfig, quantized_folder
 from zagora_jax.devices import installed_gpus
 from zagora_jax.errors import UserError
 from zagora_jax.planning.links import Link, find_link
-from zagora_jax.planning.probe import gpu_gb_s, host_gb_s
+from zagora_jax.planning.probe import disk_gb_s, gpu_gb_s, host_gb_s
 from zagora_jax.reporting.sensors import GIB
 
 # What a process takes of a GPU beside its arrays: the CUDA context with cuBLAS's and cuDNN's kernels and workspaces;
@@ -117,14 +117,21 @@ def find_machine(config: ConfigureConfig) -> Machine:
         UserError: an unknown GPU or link, more memory than the card has, or no GPU to find here.
     """
     if config.gpu is None and config.memory_per_gpu is None:
-        return _this_machine(config)
+        return _with_disk(_this_machine(config), config.disk_gb_s or disk_gb_s(quantized_folder("auto")))
     gpu, notes = _described_gpu(config)
     memory = gpu.memory_bytes
     if config.memory_per_gpu is not None:
         memory = _given_memory(config.memory_per_gpu, gpu, config.gpu_count or 1)
     link = find_link(config.interconnect or "pcie", gpu, config.peer_to_peer)
     host = None if config.host_memory is None else round(config.host_memory * GIB)
-    return Machine(gpu.name, config.gpu_count or 1, memory, gpu, link, host, notes=notes)
+    return _with_disk(Machine(gpu.name, config.gpu_count or 1, memory, gpu, link, host, notes=notes), config.disk_gb_s)
+
+
+def _with_disk(machine: Machine, gb_s: float | None) -> Machine:
+    """Return the machine with a disk of this rate, where it is known."""
+    if machine.link is None or gb_s is None:
+        return machine
+    return replace(machine, link=replace(machine.link, disk_gb_s=gb_s))
 
 
 def _described_gpu(config: ConfigureConfig) -> tuple[Gpu, tuple[str, ...]]:

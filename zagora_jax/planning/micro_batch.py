@@ -1,8 +1,9 @@
 """What one micro-batch takes of a card: arithmetic, memory traffic and what travels, from the vendor's figures.
 
 A pass takes its arithmetic and memory traffic one after the other, and hides what travels under them, as far as it can:
-gathered weights, layer inputs that wait in host memory, and layers that are streamed from there, twice a step however
-many micro-batches there are. Sums of activations, between devices that compute a layer together, hide under nothing.
+gathered weights, layer inputs that wait in host memory, and layers that are streamed from there or from the disk, twice
+a step however many micro-batches there are. Sums of activations, between devices that compute a layer together, hide
+under nothing.
 The layers' products count 2 operations a weight and token forwards, 2 backwards (the frozen weights have no gradient),
 and 2 for what the backward pass computes again. The constants below stand for what the figures leave out. They were
 fitted to the runs in benchmarks/README.md (H200), and to Answer.AI's published runs of another trainer for GeForce and
@@ -22,6 +23,7 @@ from sharding.targets import Gpu
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.links import Link
 from zagora_jax.planning.shapes import Shapes, mesh_shape
+from zagora_jax.streaming import slots_of
 
 # Part of the published bfloat16 rate that large matrix products sustain. GeForce cards come close, since theirs is
 # half of what the chip could do; workstation and data-centre cards are held back by their power limits.
@@ -174,8 +176,16 @@ class MicroBatch:
         inputs = at_once * self.work.shapes.num_layers * self.offloaded_bytes
         # Forwards, inputs go to the host while codes come from there; backwards both come, one after the other.
         rate = self.link.host_gb_s * 1e9
-        seconds += max(0.0, max(codes, inputs) / rate - forward) + max(0.0, (codes + inputs) / rate - backward)
+        forward_moves, backward_moves = max(codes, inputs) / rate, (codes + inputs) / rate
+        disk = self.layers_from_disk * self.layer_bytes / (self.link.disk_gb_s * 1e9)
+        seconds += max(0.0, max(forward_moves, disk) - forward) + max(0.0, max(backward_moves, disk) - backward)
         return rounds * seconds
+
+    @property
+    def layers_from_disk(self) -> int:
+        """Layers that are read in each pass: the last ones of a pass are still in host memory in the next."""
+        streamed = self.streamed_layers
+        return streamed - (slots_of(self.config, streamed) or streamed)
 
     @property
     def streamed_layers(self) -> int:

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,6 +20,8 @@ from rich.console import Console
 
 import zagora_jax
 from sharding.targets import absent_devices
+from zagora_jax.checkpoints.read_ahead import PIECE_BYTES, read_ahead
+from zagora_jax.config import quantized_folder
 
 GIB = 2**30
 PACKAGES = (
@@ -29,6 +32,8 @@ PACKAGES = (
 VARIABLES = re.compile(r"JAX_\w+|XLA_\w+|NCCL_\w+|CUDA_VISIBLE_DEVICES|TF_GPU_ALLOCATOR")
 COPIED_BYTES = 256 * 2**20
 COPIES = 4
+# Bytes of layers' files to measure a disk by: fewer tell nothing, and more take long.
+LEAST_READ, MOST_READ = 2**28, 2**32
 
 
 def print_report(console: Console) -> None:
@@ -52,6 +57,8 @@ def report() -> Iterator[tuple[str, str]]:
     for device in jax.devices():
         yield f"device {device.id}", f"{device.device_kind} ({device.platform}){_allocator(device)}"
     yield from _links(jax.devices())
+    if (rate := disk_gb_s(quantized_folder("auto"))) is not None:
+        yield "disk of quantized_cache", f"{rate:.2f} GB/s"
     yield "compiles for absent GPUs", _attempt(lambda: f"yes ({len(absent_devices('rtx4090', 1))} device)")
     for name in sorted(filter(VARIABLES.fullmatch, os.environ)):
         yield name, os.environ[name].replace(str(Path.home()), "~")
@@ -114,6 +121,40 @@ def gpu_gb_s(devices: Sequence[jax.Device]) -> float:
     """Measure copies from the first GPU to the second, in GB/s."""
     here = jax.device_put(jnp.zeros(COPIED_BYTES, jnp.uint8), devices[0])
     return _copy_rate(here, SingleDeviceSharding(devices[1]))
+
+
+def disk_gb_s(folder: Path | None) -> float | None:
+    """Measure how fast layers come from the disk of a cache of quantised models; None where it holds too few of them.
+
+    What is read leaves the kernel's cache of files before and after.
+    """
+    files: list[tuple[Path, int]] = []
+    for path in sorted(folder.glob("*/*.safetensors")) if folder is not None else ():
+        files.append((path, path.stat().st_size))
+        if sum(size for _, size in files) > MOST_READ:
+            break
+    total = sum(size for _, size in files)
+    if total < LEAST_READ:
+        return None
+    pieces = [(path, start) for path, size in files for start in range(0, size, PIECE_BYTES)]
+    for path, size in files:
+        _forget(path, 0, size)
+    started = time.perf_counter()
+    with read_ahead([partial(_read_piece, *piece) for piece in pieces]) as sizes:
+        read = sum(sizes)
+    return read / (time.perf_counter() - started) / 1e9
+
+
+def _read_piece(path: Path, start: int) -> int:
+    with path.open("rb", buffering=0) as file:
+        count = len(os.pread(file.fileno(), PIECE_BYTES, start))
+    _forget(path, start, count)
+    return count
+
+
+def _forget(path: Path, start: int, count: int) -> None:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
 
 
 def _copy_rate(array: jax.Array, to: jax.sharding.Sharding) -> float:

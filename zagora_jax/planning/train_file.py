@@ -51,6 +51,7 @@ def train_options(plan: Plan) -> TrainConfig:
         update["device_memory_limit"] = math.floor(plan.machine.budget.limit / GIB * 100) / 100
     if plan.is_trial:
         update |= {"max_steps": TRIAL_STEPS, "data": None}
+        update["offload"] = chosen.offload.model_copy(update={"weights_from": "auto"})  # random weights are in no file
     return chosen.model_copy(update=update)
 
 

@@ -5,7 +5,8 @@ import pytest
 from sharding.targets import GPUS
 from zagora_jax.config import ConfigureConfig
 from zagora_jax.errors import UserError
-from zagora_jax.planning.links import NAMES, find_link
+from zagora_jax.planning import probe
+from zagora_jax.planning.links import DISK_GB_S, NAMES, find_link
 from zagora_jax.planning.machine import find_machine, gpu_budget
 
 GIB = 2**30
@@ -73,3 +74,18 @@ def test_links_are_as_fast_as_both_ends_and_the_way_between():
     assert find_link("pcie", card, None).gpu_gb_s == pytest.approx(find_link("pcie", card, True).gpu_gb_s / 2)
     assert find_link("pcie", workstation, None) == find_link("pcie", workstation, True)
     assert find_link("pcie", card, False).host_gb_s == find_link("pcie", card, True).host_gb_s
+
+
+def test_a_disk_is_measured_by_the_layers_that_are_on_it(tmp_path, monkeypatch):
+    assert probe.disk_gb_s(None) is None
+    assert probe.disk_gb_s(tmp_path) is None
+    monkeypatch.setattr(probe, "LEAST_READ", 1000)
+    for number in range(3):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / f"layer-{number}.safetensors").write_bytes(bytes(400))
+    assert probe.disk_gb_s(tmp_path) > 0
+
+
+def test_the_rate_of_the_disk_is_as_given():
+    assert machine(gpu="rtx4090", disk_gb_s=7.5).link.disk_gb_s == 7.5
+    assert machine(gpu="rtx4090").link.disk_gb_s == DISK_GB_S

@@ -7,6 +7,7 @@ import pytest
 
 from zagora_jax.config import ConfigureConfig
 from zagora_jax.errors import UserError
+from zagora_jax.layer_ring import LEAST_SLOTS
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.candidates import candidates
 from zagora_jax.planning.evaluate import Evaluator
@@ -153,6 +154,18 @@ def test_moments_wait_on_the_host_where_that_is_asked_for():
     assert there.chosen.time.waiting > here.chosen.time.waiting
 
 
+def test_layers_come_from_the_disk_where_host_memory_has_no_room_for_them():
+    choice, evaluator = search(model_size="70B", host_memory=32, optimizer="adamw_8bit", **ONE_CARD)
+    slots = choice.chosen.candidate.config.offload.weights_from
+    assert choice.fits
+    assert f"streamed from the disk through room for {slots}" in str(choice.chosen.candidate)
+    assert LEAST_SLOTS <= slots < 80
+    # One more layer has no room.
+    assert evaluator.host(choice.chosen).memory <= 32 * 2**30
+    more = evaluator.estimate(choice.chosen.candidate.changed(offload__weights_from=slots + 1))
+    assert evaluator.host(more).memory > 32 * 2**30
+
+
 def test_what_is_given_about_offloading_is_kept():
     choice, _ = search(model_size="70B", host_memory=128, **ONE_CARD, offload={"weights": 70, "activations": True})
     config = choice.chosen.candidate.config
@@ -165,7 +178,7 @@ def test_what_is_given_about_offloading_is_kept():
 
 
 def test_rows_that_were_asked_for_are_not_made_fewer():
-    choice, _ = search(model_size="70B", host_memory=64, rows_per_step=16, optimizer="adamw_8bit", **ONE_CARD)
+    choice, _ = search(model_size="70B", host_memory=32, rows_per_step=16, optimizer="adamw_8bit", **ONE_CARD)
     assert not choice.fits
     assert ("without --rows-per-step 16",) in choice.changes
     assert any(change[0].startswith("--host-memory") for change in choice.changes)
@@ -247,7 +260,7 @@ def test_what_was_held_fast_is_let_go_first():
 
 
 def test_two_changes_where_one_is_not_enough():
-    # 209 GB of packed weights: neither 16 cards of 8 GB nor one of 141 GB hold them.
-    choice, _ = search(model_size="llama-3.1-405b", gpu="rtx3060ti", optimizer="adamw_8bit", host_memory=64)
+    # A card of 8 GB has no room for two layers of this width; and 24 GiB of host memory none for the inputs of 126.
+    choice, _ = search(model_size="llama-3.1-405b", gpu="rtx3060ti", optimizer="adamw_8bit", host_memory=24)
     assert not choice.fits
-    assert [change.split()[0] for change in choice.changes[0]] == ["--gpu-count", "--gpu"]
+    assert [change.split()[0] for change in choice.changes[0]] == ["--gpu", "--host-memory"]
