@@ -97,7 +97,7 @@ class Shapes:
     def waiting(self, config: TrainConfig) -> int:
         """Return the bytes of a device's part of one layer that waits in host memory; 0 where none does."""
         stream = stream_of(config, self.base.model)
-        return 0 if stream is None else self._waiting(tuple(mesh_shape(config).items()), stream)
+        return 0 if stream is None else self._waiting(tuple({**mesh_shape(config), "stage": 1}.items()), stream)
 
     def layers(self, config: TrainConfig) -> tuple[int, ...]:
         """Return how many layers each stage has; all of them without stages."""
