@@ -1,12 +1,14 @@
 """Compares plans with runs on GPUs: planned memory with the allocator's peak, predicted tokens/s with measured ones.
 
-    python benchmarks/planned.py                      # one GPU, nine settings
-    python benchmarks/planned.py --gpus 2             # the settings of two
-    python benchmarks/planned.py --only streaming
+    python benchmarks/planned.py                                     # one GPU, all settings
+    python benchmarks/planned.py --gpus 2                            # the settings of two
+    python benchmarks/planned.py --only full int8 half               # those whose names contain one of these
+    python benchmarks/planned.py --model 'synthetic:smollm2-135m?layers=2' --sequence-length 128   # on a CPU, a trial
 
 Each setting trains a few steps in a process of its own. "planned" is what XLA planned for the step on these devices,
 "estimated" the analytic estimate without a compiler; both are compared with the allocator's peak. The time model gets
 the vendor's figures of the GPU, and links as they are measured first. Results are also lines of results/planned.jsonl.
+A CPU has no such figures, and no allocator that tells a peak: there, plan and estimate alone stand side by side.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import psutil
 from compare import measure, table
 
 from sharding.targets import gpu as find_gpu
@@ -39,6 +42,9 @@ CASES: dict[int, dict[str, Settings]] = {
         "attention": ONE | {"remat": "attention"},
         "none": ONE | {"remat": "none"},
         "offload.activations": ONE | WAITING,
+        "offload.optimizer": ONE | {"offload.optimizer": True},
+        "embeddings int8": ONE | {"embeddings": "int8"},
+        "embeddings nf4, 4 rows": ONE | {"embeddings": "nf4", "micro_batch_size": 4},
         "4 rows": ONE | {"micro_batch_size": 4},
         "4 rows, attention, 8-bit": ONE | {"micro_batch_size": 4, "remat": "attention", "optimizer": "adamw_8bit"},
         "streaming all": ONE | {"offload.weights": "all"},
@@ -62,9 +68,10 @@ PROBE = """
 import json, jax
 from zagora_jax.planning.probe import gpu_gb_s, host_gb_s
 devices = jax.devices()
-between = gpu_gb_s(devices) if len(devices) > 1 else 0.0
-print(json.dumps({"kind": devices[0].device_kind, "count": len(devices), "host": host_gb_s(devices[0]),
-                  "between": between}))
+found = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+if found["platform"] != "cpu":
+    found |= {"host": host_gb_s(devices[0]), "between": gpu_gb_s(devices) if len(devices) > 1 else 0.0}
+print(json.dumps(found))
 """
 
 
@@ -74,7 +81,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--max-steps", type=int, default=8, help="steps a setting, three of warm-up included")
     parser.add_argument("--gpus", type=int, choices=CASES, default=1)
-    parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="settings whose names contain one of these")
     arguments = parser.parse_args()
     machine = probe(arguments.gpus)
     jax.config.update("jax_platforms", "cpu")  # this process only reckons: the GPUs are for those that it starts
@@ -84,7 +91,7 @@ def main() -> None:
     )
     results = []
     for name, settings in CASES[arguments.gpus].items():
-        if arguments.only in name:
+        if any(part in name for part in arguments.only):
             common = {"sequence_length": arguments.sequence_length, "gradient_accumulation_steps": 1}
             results.append(compare(name, common | settings, evaluator, arguments.max_steps))
             print(json.dumps(results[-1]), flush=True)
@@ -99,9 +106,11 @@ def probe(count: int) -> Machine:
     found = subprocess.run([sys.executable, "-c", PROBE], stdout=subprocess.PIPE, text=True)
     if found.returncode:
         sys.exit("error: the GPUs of this machine could not be measured")
-    measured = json.loads(found.stdout)
+    measured = json.loads(found.stdout.splitlines()[-1])
     if measured["count"] < count:
         sys.exit(f"error: --gpus {count}: this machine has {measured['count']}")
+    if measured["platform"] == "cpu":
+        return Machine("CPU", count, psutil.virtual_memory().total, None, None, None, tuple(jax.devices("cpu")[:count]))
     gpu = find_gpu(measured["kind"])
     link = Link("measured", measured["between"], measured["host"], measured=True)
     print(f"{count} x {gpu.name}; GB/s: host to device {link.host_gb_s:.1f}, device to device {link.gpu_gb_s:.1f}")
@@ -119,22 +128,27 @@ def compare(name: str, settings: Settings, evaluator: Evaluator, steps: int) -> 
     found = measure({"model": evaluator.model.train_name, "max-steps": steps, **flags}, name)
     if "error" in found:
         return {"settings": name, "error": found["error"]}
-    peak, speed, predicted = found["peak_gib"], found["tokens_per_second"], foretold.tokens_per_second
-    assert predicted is not None
-    estimated = foretold.memory.peak / 2**30
+    estimated, predicted = foretold.memory.peak / 2**30, foretold.tokens_per_second
+    # A CPU tells the process's resident memory, which is something else.
+    peak = None if evaluator.machine.gpu is None else found["peak_gib"]
     return {
         "settings": name,
         "peak GiB": peak,
         "planned": found["planned_gib"],
-        "off by": f"{found['planned_gib'] / peak - 1:+.1%}",
+        "off by": _off(found["planned_gib"], peak),
         "estimated": round(estimated, 2),
-        "estimate off by": f"{estimated / peak - 1:+.1%}",
-        "tokens/s": speed,
-        "predicted": round(predicted),
-        "prediction off by": f"{predicted / speed - 1:+.1%}",
+        "estimate off by": _off(estimated, peak or found["planned_gib"]),
+        "tokens/s": found["tokens_per_second"],
+        "predicted": None if predicted is None else round(predicted),
+        "prediction off by": _off(predicted, found["tokens_per_second"]),
         "devices": found["devices"],
         "jax": found["jax"],
     }
+
+
+def _off(foretold: float | None, found: float | None) -> str | None:
+    """Say by how much of what was found a forecast is too high."""
+    return None if foretold is None or found is None else f"{foretold / found - 1:+.1%}"
 
 
 if __name__ == "__main__":

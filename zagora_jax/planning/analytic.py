@@ -34,6 +34,9 @@ GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
 TURNING = 4
 # Of streamed layers: the one that is computed and the one that arrives; and hidden states of all micro-batches.
 STREAMED_LAYERS, STREAMED_HIDDENS = 2, 2
+# Of the backward program of a stage of one device, where the layers' inputs come from host memory too; of several
+# devices there was none.
+STAGE_GRADIENTS = 2.7
 AHEAD_INTERMEDIATES, AHEAD_HIDDENS = 4, 4  # of each resident layer in a turn of the loop
 TURNING_HIDDENS, TURNING_LOGITS = 6.9, 3.0  # the same where the loss is computed, and the logits of a piece of it
 
@@ -78,12 +81,15 @@ def _of_stage(
     if stream is not None:  # in the loop, or before it turns back
         logits = 4 * min(CHUNK_TOKENS, tokens) * model.vocab_size / mesh["fsdp"]
         turning = arguments.lora + TURNING_HIDDENS * hiddens + TURNING_LOGITS * logits
-        workspace = max(workspace + STREAMED_HIDDENS * hiddens, turning)
+        if mesh["stage"] == 1:
+            workspace = max(workspace + STREAMED_HIDDENS * hiddens, turning)
+        elif config.offload.activations and mesh["data"] * mesh["fsdp"] == 1:
+            workspace += STAGE_GRADIENTS * arguments.lora
     if config.remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
     slots = 0 if stream is None else slots_of(config, stream.streamed_layers) or stream.streamed_layers
     in_host_memory = waiting * slots
-    offloaded = (hiddens * layers if config.offload.activations else 0) + shapes.moments_on_host(config)[index]
+    offloaded = hiddens * layers * _stacks_on_host(config, index, stream) + shapes.moments_on_host(config)[index]
     memory = DeviceMemory(
         **asdict(arguments),
         activations=kept,
@@ -153,6 +159,17 @@ def activations_held(config: TrainConfig, stage: int, *, one_program: bool) -> i
         return inputs_kept(stages, config.gradient_accumulation_steps) + TURNING
     travelling = 2 if 0 < stage < stages - 1 else 1  # one arrives and one leaves on either side
     return inputs_held(stage, stages, config.gradient_accumulation_steps) + travelling
+
+
+def _stacks_on_host(config: TrainConfig, stage: int, stream: StreamOrder | None) -> int:
+    """Return of how many micro-batches the inputs of all layers lie in host memory at a time."""
+    stages = mesh_shape(config)["stage"]
+    if not config.offload.activations:
+        return 0
+    if stream is None or stage == stages - 1:
+        return 1
+    # A streaming stage keeps them from its forward to its backward task; one more is made room for meanwhile.
+    return inputs_held(stage, stages, config.gradient_accumulation_steps) + 1
 
 
 def _kept_elements(config: TrainConfig, model: ModelConfig, layers: int) -> int:
