@@ -1,4 +1,4 @@
-"""Runs of every strategy with either optimizer, broken off and gone on with on the same devices: bit for bit the same.
+"""Runs of every strategy: broken off and gone on with on the same devices they are the same bit for bit; nothing grows.
 
 With dropout, packing and accumulation, over epochs that are packed anew, under a learning rate that falls.
 """
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import eight_devices
 import jax
 import numpy as np
+import psutil
 import pytest
 from oracles import tiny_llama
 from runs import numbers, recorder, tiny_config, write_rows
@@ -22,6 +23,8 @@ from zagora_jax.trainer import train
 pytestmark = pytest.mark.eight_devices
 
 STEPS = 4
+LONG = 160  # steps in which something could grow
+COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 STRATEGIES = {
     "one device": {"mesh": MeshConfig(data=1, fsdp=1)},
@@ -135,3 +138,28 @@ def test_a_resumed_run_is_the_unbroken_one(world, tmp_path, strategy, optimizer,
             assert one.tobytes() == other.tobytes()
     losses = [line["loss"] for line in numbers(expected.output)]
     assert len(set(losses)) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_grows(world, tmp_path, monkeypatch, strategy):
+    """Bytes on the devices, open files and compilations, over saves and epochs."""
+    process, seen, compilations, listening = psutil.Process(), [], [], [True]
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **__: compilations.append(name) if name == COMPILATION and listening else None
+    )
+    take_step = trainer._Run._step
+
+    def observed(self, step, state, number):
+        held = sum(array.nbytes for array in jax.live_arrays())
+        seen.append((held, process.num_fds(), len(compilations)))
+        return take_step(self, step, state, number)
+
+    monkeypatch.setattr(trainer._Run, "_step", observed)
+    long = {"max_steps": LONG, "save_every": LONG // 16, "keep_checkpoints": 1}
+    train(world.configure(tmp_path / "run", strategy, "adamw_8bit", **long), recorder()[0])
+    listening.clear()
+    # The first steps compile what follows a step and what copies a state; amid a save there is a copy, and open files.
+    early, late = seen[LONG // 8 : LONG // 2], seen[LONG // 2 :]
+    for held_then, held_now in zip(*(map(min, zip(*part, strict=True)) for part in (early, late)), strict=True):
+        assert held_now <= held_then
