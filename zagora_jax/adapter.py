@@ -178,6 +178,7 @@ def peft_config(model: Llama, lora: LoraConfig, base_name: str) -> AdapterConfig
         alpha_pattern=lora.alpha_patterns,
         layers_to_transform=None if lora.layers is None else tuple(lora.layers),
         modules_to_save=None if lora.modules_to_save is None else tuple(lora.modules_to_save),
+        init_lora_weights="pissa" if lora.initialization == "pissa" else True,
         ensure_weight_tying=model.config.tie_embeddings and HEAD in trained_modules(model),
     )
 
@@ -193,6 +194,11 @@ def with_adapters_options(config: Config) -> Config:
     _, found = read_adapter(config.adapter)
     if found.lora_alpha != int(found.lora_alpha):
         raise UserError(f"{config.adapter}: lora_alpha is {found.lora_alpha}, expected a whole number")
+    if found.init_lora_weights == "pissa":
+        raise UserError(
+            f"{config.adapter}: init_lora_weights 'pissa': fits a base model without its principal part alone. Save it "
+            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or go on with --resume"
+        )
     targets = found.target_modules
     try:
         options = LoraConfig(

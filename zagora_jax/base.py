@@ -29,6 +29,7 @@ from zagora_jax.checkpoints.load import (
     trained_in_full,
 )
 from zagora_jax.checkpoints.quantized_cache import QuantizedCache
+from zagora_jax.checkpoints.reading import Prepare
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.checkpoints.synthetic import PREFIX, synthetic_config, synthetic_frozen, synthetic_originals
 from zagora_jax.errors import UserError
@@ -47,7 +48,8 @@ class BaseModel:
     """A declared model and where its weights come from; `checkpoint` is None for a synthetic one.
 
     `quantization` is how its linear weights are held: as the user asked, or as the files have them already.
-    `quantized_cache` is the folder of quantised models; None: there is none.
+    `quantized_cache` is the folder of quantised models; None: there is none. `prepare` makes what is held of the
+    weights that are read.
     """
 
     name: str
@@ -57,6 +59,7 @@ class BaseModel:
     dtype: jnp.dtype
     seed: int
     quantized_cache: FilePath | None = None
+    prepare: Prepare | None = None
 
     @property
     def synthetic(self) -> bool:
@@ -86,6 +89,7 @@ class BaseModel:
         say: Callable[[str], None] = logger.info,
         *,
         fill_cache: bool = False,
+        prepare: Prepare | None = None,
     ) -> nnx.State:
         """Put the frozen parameters on the devices, from the cache of quantised models where they are there.
 
@@ -94,6 +98,7 @@ class BaseModel:
             destination: where the parameters go.
             say: told what the cache is used for, also by its writing later.
             fill_cache: whether all layers are to be in the cache in the end, for `open_cache`.
+            prepare: by default the `prepare` of the model.
 
         Raises:
             UserError: what is wrong with the weights, or the cache cannot be filled.
@@ -101,11 +106,31 @@ class BaseModel:
         if self.checkpoint is None:
             return synthetic_frozen(self.model, self.seed, destination)
         cache = None
-        if fill_cache or QuantizedCache.pays(self.checkpoint, self.quantization, self.model):
+        prepare = prepare or self.prepare
+        if prepare is not None:
+            self._require_plain(say)
+        elif fill_cache or QuantizedCache.pays(self.checkpoint, self.quantization, self.model):
             cache = self.open_cache(say)
         return load_frozen(
-            self.checkpoint, self.model, self.quantization, on_tensor, destination, cache, fill_cache=fill_cache
+            self.checkpoint,
+            self.model,
+            self.quantization,
+            on_tensor,
+            destination,
+            cache,
+            fill_cache=fill_cache,
+            prepare=prepare,
         )
+
+    def _require_plain(self, say: Callable[[str], None]) -> None:
+        """Refuse to change weights that the files hold quantised."""
+        assert self.checkpoint is not None
+        if packed := [name for name in layer_modules(self.model) if self.checkpoint.format_of(f"{name}.weight")]:
+            raise UserError(
+                f"lora.initialization: {packed[0]} is quantised in {self.name} already; it takes the 16-bit checkpoint"
+            )
+        if self.quantized_cache is not None:
+            say("quantised cache: not used, since adapters begin as a part of the weights (lora.initialization)")
 
     def originals(self, on_tensor: Callable[[int], None] = lambda _: None) -> dict[Path, np.ndarray]:
         """Read what is trained in full as the base model has it, in the host's memory; see `load`."""
@@ -118,7 +143,7 @@ class BaseModel:
         if self.quantized_cache is not None and any(map(is_stacked, trained_in_full(self.model))):
             say("quantised cache: not used, since norms of layers are trained, which it keeps with their layers")
             return None
-        if self.quantized_cache is None or self.checkpoint is None:
+        if self.quantized_cache is None or self.checkpoint is None or self.prepare is not None:
             return None
         return QuantizedCache(self.quantized_cache, self.checkpoint, self.quantization, self.model, say)
 
@@ -318,6 +343,10 @@ def _check_tables(options: LoraConfig, model: Llama, matched: Sequence[str], tra
         )
     if tables and options.use_dora:
         raise ValueError(f"lora.use_dora: not for {tables[0]}, whose rows' lengths are not trained apart; leave it out")
+    if tables and options.initialization != "default":
+        raise ValueError(
+            f"lora.initialization {options.initialization}: not for {tables[0]}; leave that out of targets"
+        )
     if both := [name for name in tables if name in trained]:
         raise ValueError(f"lora.modules_to_save: {both[0]} has an adapter too (lora.targets); leave one of them out")
 

@@ -314,6 +314,10 @@ class TrainConfig(CommandConfig):
                 f"offload.weights and strategy streaming do not go with remat {self.remat}: a streamed layer is "
                 "computed again from its input; use remat full"
             )
+        if self.lora.initialization == "loftq" and self.quantization == "none":
+            raise ValueError(
+                "lora.initialization loftq begins with what quantisation loses, and quantization none loses nothing"
+            )
         source = self.offload.weights_from
         if source not in ("auto", "host") and self.streamed_weights == "none":
             raise ValueError(

@@ -9,24 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.lora import MAGNITUDE
-from zagora_jax.adapter import PEFT_PREFIX, adapted_modules, check_scale, peft_shapes, trained_modules
-from zagora_jax.base import BaseModel, open_base
+from zagora_jax.adapter import PEFT_PREFIX, adapted_modules, check_scale, peft_config, peft_shapes, trained_modules
+from zagora_jax.base import BaseModel, declare_model, open_base
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.export_directory import check_replaceable, export_directory
 from zagora_jax.checkpoints.json_files import parse_json_object
 from zagora_jax.checkpoints.merge import Merge
 from zagora_jax.checkpoints.merge_checks import MergeReport, Update
-from zagora_jax.checkpoints.peft import AdapterConfig, begins_as_zero, write_adapter
+from zagora_jax.checkpoints.peft import AdapterConfig, begins_as_zero, read_adapter, write_adapter
 from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import ExportConfig, TrainConfig
 from zagora_jax.config_file import load_config
 from zagora_jax.end_tokens import CONFIGS, corrected
 from zagora_jax.errors import UserError
+from zagora_jax.factors import converted
 from zagora_jax.model_card import adapter_card, merged_card
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB
 from zagora_jax.run_directory import RunDirectory
-from zagora_jax.tuned import require_same_base, saved_adapter
+from zagora_jax.tuned import require_same_base, saved_adapter, with_initial_adapter
 
 # Files that describe the weights, and so do not belong beside an adapter alone.
 MODEL_FILES = ("config.json", "generation_config.json")
@@ -110,7 +111,41 @@ def _open_source(config: ExportConfig) -> _Source:
     saved = saved_adapter(run, base, trained, config.checkpoint)
     _check_adapter(saved.path, base, saved.tensors)
     check_scale(saved.path, saved.config, base.model)
-    return _Source(run, trained, base, base.checkpoint, saved.tensors, saved.config)
+    source = _Source(run, trained, base, base.checkpoint, saved.tensors, saved.config)
+    return source if trained.lora.initialization == "default" else _converted(config, source)
+
+
+def _converted(config: ExportConfig, source: _Source) -> _Source:
+    """Make of an adapter that began as a part of the weights one that stands beside the whole weights.
+
+    What was trained stands beside the quantised weights; there PiSSA's are the weights without their principal part.
+    """
+    lora = source.config.lora
+    initial, _ = read_adapter(source.run.initial_adapter)
+    if all(name in initial and np.array_equal(tensor, initial[name]) for name, tensor in source.tensors.items()):
+        raise UserError(f"{source.run.adapter}: is as before training: the tuned model is the base model")
+    if config.format == "merged" and config.base == "dequantized":
+        return replace(source, base=with_initial_adapter(source.run, source.base, source.config))
+    if config.format == "adapter" and lora.initialization == "loftq":
+        return source
+    # Of twice the rank, at the same scale.
+    factor = 2**0.5 if lora.use_rslora else 2
+    doubled = lora.model_copy(
+        update={
+            "rank": 2 * lora.rank,
+            "alpha": factor * lora.alpha,
+            "rank_pattern": [f"{name}={2 * rank}" for name, rank in lora.rank_patterns.items()],
+            "alpha_pattern": [f"{name}={factor * alpha!r}" for name, alpha in lora.alpha_patterns.items()],
+            "initialization": "default",
+        }
+    )
+    model = declare_model(source.base.model.config, quantization="none", dtype="float32", lora=doubled)
+    return replace(
+        source,
+        base=replace(source.base, model=model),
+        tensors=converted(source.tensors, initial),
+        adapter=peft_config(model, doubled, source.config.model),
+    )
 
 
 def _check_adapter(directory: Path, base: BaseModel, tensors: dict[str, np.ndarray]) -> None:
@@ -163,6 +198,7 @@ def _write_merged(
             for module in trained_modules(source.base.model)
         },
         dequantized=dequantized,
+        prepare=source.base.prepare,
         dtype=None if config.dtype is None else np.dtype(jnp.dtype(config.dtype)),
     )
     _require_space(config.to, merge.total_bytes, source.checkpoint)

@@ -95,6 +95,11 @@ class LoraConfig(Options):
         description="Train the lengths of the weights' rows apart from their directions (DoRA): slower, often better "
         "at low ranks.",
     )
+    initialization: Literal["default", "pissa", "loftq"] = Field(
+        default="default",
+        description="What adapters begin as: nothing (default), the principal part of the weights, which is taken out "
+        "of them (pissa), or that of what quantisation loses (loftq).",
+    )
     rank_pattern: list[str] | None = Field(
         default=None,
         description="Other ranks for some modules, as NAME=RANK; a NAME is a regular expression for the end of a "
@@ -137,6 +142,12 @@ class LoraConfig(Options):
     def _check_layers(self) -> Self:
         if self.layers is not None and isinstance(self.targets, str) and self.targets != "all-linear":
             raise ValueError("layers does not go with targets that are one regular expression: choose layers in that")
+        return self
+
+    @model_validator(mode="after")
+    def _check_initialization(self) -> Self:
+        if self.initialization != "default" and self.use_dora:
+            raise ValueError(f"initialization {self.initialization} does not go with use_dora; leave one of them out")
         return self
 
     @field_validator("targets")

@@ -51,6 +51,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def initial_adapter(self) -> Path:
+        """What the adapter began as, where that was a part of the weights, in PEFT's format."""
+        return self.path / "initial_adapter"
+
+    @property
     def adapter(self) -> Path:
         """The newest adapter, in PEFT's format."""
         return self.path / "adapter"

@@ -39,6 +39,7 @@ from zagora_jax.data.prepare import evaluation_batches, training_batches
 from zagora_jax.devices import limit_memory
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
+from zagora_jax.factors import InitialFactors
 from zagora_jax.frozen_weights import load_weights
 from zagora_jax.hanging import Pace
 from zagora_jax.host_memory import allow_pinned_memory, require_pinned_memory
@@ -55,6 +56,7 @@ from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 from zagora_jax.saving import Saver
 from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.train_state import TrainState, initial_state
+from zagora_jax.tuned import with_initial_adapter
 
 Step = Callable[[Any, Batch], tuple[Any, Mapping[str, Any]]]
 Measure = Callable[[TrainState], Evaluation]
@@ -120,7 +122,7 @@ class _Run:
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
         self.first_adapter = None if config.adapter is None else open_adapter(config.adapter, self.base.model)
         self.row_lengths: Mapping[tuple[str, ...], Any] = {}  # for DoRA, once the weights are read
-        self.originals: Mapping[tuple[str, ...], Any] = {}  # of what is trained in full, likewise
+        self.originals: dict[tuple[str, ...], Any] = {}  # of what is trained in full, likewise
         self.state_shapes = jax.eval_shape(self._new_state)
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
@@ -162,6 +164,8 @@ class _Run:
         compiled = self._compile_step() if self.first_step < self.total_steps else None
         frozen = self._load()
         state = self._initial_state()
+        if self.saved is None and self.config.lora.initialization != "default":
+            self._save_adapter(self.arrangement.whole_state(state, self.state_shapes), self.directory.initial_adapter)
         if compiled is not None:
             frozen, state = compact((frozen, state), compiled.planned_memory())
         # States are forgotten before the metrics of their steps: those of every saved step are always there.
@@ -259,6 +263,9 @@ class _Run:
         with self.reporter.loading(self.base.parameter_count()) as on_tensor:
             if self.saved is None and self.first_adapter is None:
                 self.originals = self.base.originals(on_tensor)
+            factors = self._initial_factors()
+            if factors is not None:
+                self.originals |= factors.of_parameters  # filled while weights are read
             load = partial(load_weights, self.base, self.arrangement, on_tensor, self.reporter.say)
             if self.saved is not None or self.first_adapter is not None or not self.config.lora.use_dora:
                 return load()
@@ -269,6 +276,20 @@ class _Run:
                 return lengths
 
             return load(measured)
+
+    def _initial_factors(self) -> InitialFactors | None:
+        """Prepare the weights for adapters that begin as a part of them; a run that goes on knows that part."""
+        lora = self.config.lora
+        if lora.initialization == "default":
+            return None
+        if self.saved is not None:
+            self.base = with_initial_adapter(self.directory, self.base, self.config)
+            return None
+        if self.base.synthetic:
+            raise UserError(f"--lora.initialization {lora.initialization}: synthetic weights have no principal part")
+        factors = InitialFactors(self.base.model, lora.initialization, self.base.quantization, self.config.seed)
+        self.base = replace(self.base, prepare=factors)
+        return factors
 
     def _new_state(self) -> TrainState:
         """Return the whole state before the first step, on one device."""
@@ -451,9 +472,9 @@ class _Run:
 
         return write
 
-    def _save_adapter(self, whole: TrainState) -> None:
+    def _save_adapter(self, whole: TrainState, directory: Path | None = None) -> None:
         save_adapter(
-            self.directory.adapter,
+            directory or self.directory.adapter,
             self.base.model,
             whole.adapters,
             self.config.lora,

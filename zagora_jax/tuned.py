@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
+from zagora_jax.factors import InitialFactors
 from zagora_jax.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,17 @@ def open_tuned(path: Path, step: int | None = None) -> TunedModel:
     except UserError as error:
         raise UserError(f"{path}: the base model that it was trained on: {error}") from error
     require_same_base(directory, base)
+    base = with_initial_adapter(directory, base, config)
     saved = saved_adapter(directory, base, config, step)
     return TunedModel(base, load_adapter(saved.path, saved.tensors, saved.config, base.model), config)
+
+
+def with_initial_adapter(directory: RunDirectory, base: BaseModel, config: TrainConfig) -> BaseModel:
+    """Return the base model as a run holds it: with PiSSA, without what the adapter began as."""
+    if config.lora.initialization != "pissa":
+        return base
+    known, _ = read_adapter(directory.initial_adapter)
+    return replace(base, prepare=InitialFactors(base.model, "pissa", base.quantization, known=known))
 
 
 def require_same_base(directory: RunDirectory, base: BaseModel) -> None:

@@ -21,7 +21,7 @@ from models.tables import QuantizedTable
 from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
 from zagora_jax.checkpoints.huggingface import describe_unexpected
 from zagora_jax.checkpoints.read_ahead import read_ahead
-from zagora_jax.checkpoints.reading import DamagedCacheError, Reading, SourceReading, TableReading
+from zagora_jax.checkpoints.reading import DamagedCacheError, Prepare, Reading, SourceReading, TableReading
 from zagora_jax.errors import UserError
 from zagora_jax.hanging import watched
 
@@ -195,6 +195,7 @@ def load_frozen(
     cache: "QuantizedCache | None" = None,
     *,
     fill_cache: bool = False,
+    prepare: Prepare | None = None,
 ) -> nnx.State:
     """Read, quantise and stack the frozen parameters.
 
@@ -209,11 +210,12 @@ def load_frozen(
         destination: where the parameters go.
         cache: what was quantised before comes from there, and what is quantised now goes there too.
         fill_cache: whether all layers are to be in the cache in the end.
+        prepare: makes what is held of each tensor of what is read; without a cache.
 
     Raises:
         UserError: a tensor holds a number that is not finite, or the cache cannot be filled.
     """
-    loading = _Loading(checkpoint, model, quantization, on_tensor, destination, cache)
+    loading = _Loading(checkpoint, model, quantization, on_tensor, destination, cache, prepare)
     if cache is None:
         return loading.run(None)
     from zagora_jax.checkpoints.cache_writer import writing
@@ -233,10 +235,11 @@ class _Loading:
         on_tensor: Callable[[int], None],
         destination: Destination,
         cache: "QuantizedCache | None",
+        prepare: Prepare | None,
     ):
         self.checkpoint, self.on_tensor = checkpoint, on_tensor
         self.quantization, self.embeddings = quantization, model.embeddings
-        self.destination, self.cache = destination, cache
+        self.destination, self.cache, self.prepare = destination, cache, prepare
         self.declared = by_path(nnx.state(model, Frozen))
         expected = expected_tensors(model)
         self.expected = {name: tensor for name, tensor in expected.items() if tensor.path in self.declared}
@@ -275,7 +278,7 @@ class _Loading:
         if isinstance(stored, QuantizedTable):
             return TableReading(self.checkpoint, name, self.embeddings)
         form = self.quantization if is_quantized(stored) else stored.dtype
-        return SourceReading(self.checkpoint, name, form, hashes=self.cache is not None)
+        return SourceReading(self.checkpoint, name, form, hashes=self.cache is not None, prepare=self.prepare)
 
     def _read(self, left: "deque[Reading]", writer: "CacheWriter | None") -> None:
         """Read one tensor after the other, and take each that is in its place out of `left`."""

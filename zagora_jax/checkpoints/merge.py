@@ -23,6 +23,7 @@ from zagora_jax.checkpoints.checkpoint import Checkpoint, plan_shards
 from zagora_jax.checkpoints.huggingface import INDEX, WEIGHTS, HuggingFaceCheckpoint
 from zagora_jax.checkpoints.load import expected_tensors
 from zagora_jax.checkpoints.merge_checks import MergeChecks, MergeReport, ProbedLayer, ProbedTable, Update
+from zagora_jax.checkpoints.reading import Prepare
 from zagora_jax.checkpoints.safetensors_file import read_header, read_tensor
 from zagora_jax.checkpoints.safetensors_writer import write_safetensors
 from zagora_jax.errors import UserError
@@ -43,6 +44,7 @@ class Merge:
         *,
         replaced: Mapping[str, np.ndarray] | None = None,
         dequantized: str | None = None,
+        prepare: Prepare | None = None,
         dtype: np.dtype | None = None,
     ):
         """Plan the files; no weight is read.
@@ -54,10 +56,11 @@ class Merge:
             replaced: What takes the place of tensors, float32, by name: weights that were trained in full.
             dequantized: A quantization format: every linear layer's weight is replaced by what the format keeps of
                 it. None takes the weights as they are.
+            prepare: Makes what the format keeps of the weights that are read.
             dtype: Of all tensors that are written; None keeps each tensor's own.
         """
         self.checkpoint, self.updates = checkpoint, updates
-        self._dequantized, self._replaced = dequantized, replaced or {}
+        self._dequantized, self._replaced, self._prepare = dequantized, replaced or {}, prepare
         expected = expected_tensors(model)
         self.specs = {
             name: (info.shape, dtype or info.dtype) for name, info in checkpoint.tensors.items() if name in expected
@@ -149,7 +152,9 @@ class Merge:
         shape = self.specs[name][0]
         step = max(1, _CHUNK_BYTES // nbytes(shape[1:], np.dtype(np.float32)))
         if self._dequantized is not None and name in self._linear:
-            quantized = quantize(self._dequantized, jnp.asarray(self.checkpoint.read(name)))
+            weight = self.checkpoint.read(name)
+            held = weight if self._prepare is None else self._prepare(name, weight)
+            quantized = quantize(self._dequantized, jnp.asarray(held))
             whole = np.asarray(_dequantize(quantized))
             yield from ((start, whole[start : start + step]) for start in range(0, shape[0], step))
         else:

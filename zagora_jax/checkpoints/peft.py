@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ _WITHOUT_EFFECT = {
 }
 # Initialisations after which the adapter stands on the unchanged base; the others, such as pissa, change the base.
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
+# It takes the adapter's beginning out of the base model, as PEFT does again when it loads such an adapter.
+_PISSA = "pissa"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class AdapterConfig:
     layers_to_transform: tuple[int, ...] | None = None
     modules_to_save: tuple[str, ...] | None = None
     ensure_weight_tying: bool = False
+    init_lora_weights: bool | str = True
 
     @property
     def scale(self) -> float:
@@ -100,7 +103,7 @@ class AdapterConfig:
             "exclude_modules": None,
             "bias": "none",
             "fan_in_fan_out": False,
-            "init_lora_weights": True,
+            "init_lora_weights": self.init_lora_weights,
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,
             "layers_to_transform": None if self.layers_to_transform is None else list(self.layers_to_transform),
@@ -232,7 +235,9 @@ def _read_config(directory: Path) -> AdapterConfig:
     if config.r < 1 or not math.isfinite(config.lora_alpha):
         raise UserError(f"{path}: r is {config.r} and lora_alpha {config.lora_alpha}, expected r >= 1 and a number.")
     initialisation = content.pop("init_lora_weights", True)
-    if initialisation not in _PLAIN_INITIALISATIONS:
+    if initialisation == _PISSA:
+        config = replace(config, init_lora_weights=_PISSA)
+    elif initialisation not in _PLAIN_INITIALISATIONS:
         raise UserError(f"{path}: init_lora_weights {initialisation!r} changes the base model, which is not supported.")
     for name, value in content.items():
         if name not in _WITHOUT_EFFECT and value not in (None, False, "none", {}, []):

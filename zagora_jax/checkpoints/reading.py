@@ -16,6 +16,9 @@ from models.tables import QuantizedTable
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.read_ahead import row_pieces
 
+# Takes the name and the weight.
+Prepare = Callable[[str, np.ndarray | jax.Array], np.ndarray | jax.Array]
+
 
 class DamagedCacheError(Exception):
     """A file of a cache is not what was written.
@@ -56,9 +59,20 @@ class SourceReading:
         digests: a hash of each piece as it was read, for a cache; empty without `hashes`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str, form: str | np.dtype, *, hashes: bool):
-        """Prepare to read the tensor `name` of `checkpoint` in a key of FORMATS or a dtype."""
-        self.name, self.form, self.hashes = name, form, hashes
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        form: str | np.dtype,
+        *,
+        hashes: bool,
+        prepare: "Prepare | None" = None,
+    ):
+        """Prepare to read the tensor `name` of `checkpoint` in a key of FORMATS or a dtype.
+
+        `prepare` makes what is held of what is read, before it is quantised.
+        """
+        self.name, self.form, self.hashes, self.prepare = name, form, hashes, prepare
         self.info = checkpoint.tensors[name]
         self.digests: list[str] = []
         self.is_packed = isinstance(form, str) and checkpoint.format_of(name) == form
@@ -86,7 +100,8 @@ class SourceReading:
                 yield piece
 
         if not self.is_packed:
-            return _store(assembled(pieces(), self.info.shape, self.info.dtype), self.form)
+            weight = assembled(pieces(), self.info.shape, self.info.dtype)
+            return _store(weight if self.prepare is None else self.prepare(self.name, weight), self.form)
         (packed,) = pieces()
         value = jax.tree.map(jnp.asarray, packed)
         return value, _all_finite([leaf for leaf in jax.tree.leaves(value) if leaf.dtype == jnp.float32])

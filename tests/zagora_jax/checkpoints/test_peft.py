@@ -165,7 +165,7 @@ def test_what_reads_back_differently_fails_loudly(tmp_path, monkeypatch):
         ("lora_bias", True),
         ("exclude_modules", ["v_proj"]),
         ("target_parameters", ["x"]),
-        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "olora"),
         ("a_field_of_tomorrow", 3),
     ],
 )
