@@ -12,7 +12,7 @@ from models import quantization as formats
 from models.lora import LayerRanks, LoRA, LoRAConfig
 from models.parameters import Frozen
 from models.placement import Fetch, Placement
-from models.quantization import StoredWeight, dequantize
+from models.quantization import StoredWeight, can_merge, dequantize, merge
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -25,25 +25,57 @@ def frozen_matmul(x: jax.Array, weight: StoredWeight, fetch: Fetch) -> jax.Array
     return jnp.einsum("...i,oi->...o", x, dequantize(fetch(weight), x.dtype))
 
 
-def _forward(x: jax.Array, weight: StoredWeight, fetch: Fetch) -> tuple[jax.Array, StoredWeight]:
+def _frozen_forward(x: jax.Array, weight: StoredWeight, fetch: Fetch) -> tuple[jax.Array, StoredWeight]:
     return frozen_matmul(x, weight, fetch), weight
 
 
-def _backward(fetch: Fetch, weight: StoredWeight, gradient: jax.Array) -> tuple[jax.Array, Any]:
-    # Dequantised when its turn has come: XLA would otherwise share a layer's matrices between the forward pass that is
-    # computed again and this one, and so keep all of them at once.
-    fetched, gradient = jax.lax.optimization_barrier((fetch(weight), gradient))
+def _frozen_backward(fetch: Fetch, weight: StoredWeight, gradient: jax.Array) -> tuple[jax.Array, Any]:
+    fetched, gradient = _in_turn(fetch(weight), gradient)
     grad_x = jnp.einsum("...o,oi->...i", gradient, dequantize(fetched, gradient.dtype))
     return grad_x, jax.tree.map(_no_gradient, weight)
+
+
+frozen_matmul.defvjp(_frozen_forward, _frozen_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def tuned_matmul(x: jax.Array, weight: StoredWeight, b: jax.Array, a: jax.Array, fetch: Fetch) -> jax.Array:
+    """Return x [..., in] times the transpose of weight + b a, of a weight that `can_merge`.
+
+    The sum [out, in] is made where it is used, in x's dtype, and again in the backward pass: one product takes the
+    place of those with the weight, with a [r, in] and with b [out, r], forward and backward.
+    """
+    return jnp.einsum("...i,oi->...o", x, merge(fetch(weight), b, a))
+
+
+def _tuned_forward(x: jax.Array, weight: StoredWeight, b: jax.Array, a: jax.Array, fetch: Fetch) -> tuple:
+    return tuned_matmul(x, weight, b, a, fetch), (x, weight, b, a)
+
+
+def _tuned_backward(fetch: Fetch, residuals: tuple, gradient: jax.Array) -> tuple[Any, ...]:
+    x, weight, b, a = residuals
+    fetched, gradient = _in_turn(fetch(weight), gradient)
+    grad_x = jnp.einsum("...o,oi->...i", gradient, merge(fetched, b, a))
+    low = jnp.einsum("...i,ri->...r", x, a)
+    grad_low = jnp.einsum("...o,or->...r", gradient, b)
+    grad_b = jnp.einsum("...o,...r->or", gradient, low)
+    grad_a = jnp.einsum("...r,...i->ri", grad_low, x)
+    return grad_x, jax.tree.map(_no_gradient, weight), grad_b, grad_a
+
+
+tuned_matmul.defvjp(_tuned_forward, _tuned_backward)
+
+
+def _in_turn(fetched: StoredWeight, gradient: jax.Array) -> tuple[StoredWeight, jax.Array]:
+    # Dequantised when its turn has come: XLA would otherwise share a layer's matrices between the forward pass that is
+    # computed again and this one, and so keep all of them at once.
+    return jax.lax.optimization_barrier((fetched, gradient))
 
 
 def _no_gradient(leaf: jax.Array) -> Any:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return jnp.zeros_like(leaf)
     return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
-frozen_matmul.defvjp(_forward, _backward)
 
 
 class Linear(nnx.Module):
@@ -96,14 +128,24 @@ class Linear(nnx.Module):
         `layer` is the layer's number in the whole model, where its adapter differs from the others'.
         """
         out_axis, in_axis = self.axes
-        y = frozen_matmul(x, self.weight.get_value(), placement.fetch)
-        if self.adapter is not None:
-            y = y + self.adapter(x, placement, dropout_keys, layer)
-            if self.adapter.lora_magnitude_vector is not None:
-                weight = dequantize(placement.fetch(self.weight.get_value()), x.dtype)
-                y = y * self.adapter.magnitude_factors(weight, placement, y.dtype, layer)
+        y = self._product(x, placement, dropout_keys, layer)
+        if self.adapter is not None and self.adapter.lora_magnitude_vector is not None:
+            weight = dequantize(placement.fetch(self.weight.get_value()), x.dtype)
+            y = y * self.adapter.magnitude_factors(weight, placement, y.dtype, layer)
         if in_axis != "hidden":
             y = placement.leave(y)
         if self.bias is not None:
             y = y + placement.part(self.bias[...], out_axis, 0).astype(y.dtype)
         return y
+
+    def _product(
+        self, x: jax.Array, placement: Placement, dropout_keys: jax.Array | None, layer: jax.Array | int
+    ) -> jax.Array:
+        """Return W x + scale * B A x, without magnitudes and bias."""
+        weight = self.weight.get_value()
+        if self.adapter is None:
+            return frozen_matmul(x, weight, placement.fetch)
+        if self.adapter.drops(dropout_keys) or not can_merge(weight):
+            return frozen_matmul(x, weight, placement.fetch) + self.adapter(x, placement, dropout_keys, layer)
+        a, b = self.adapter.factors(placement, x.dtype, layer)
+        return tuned_matmul(x, weight, b, a, placement.fetch)

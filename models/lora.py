@@ -120,20 +120,24 @@ class LoRA(nnx.Module):
 
         `layer` is the layer's number in the whole model.
         """
-        if dropout_keys is not None and self.dropout > 0:
+        if dropout_keys is not None and self.drops(dropout_keys):
             # Drawn for the whole width, so that what is dropped does not depend on how it is cut.
             keep = keep_mask(dropout_keys, self.stream, 1 - self.dropout, (*x.shape[1:-1], self.in_features))
             x = jnp.where(placement.part(keep, self.in_axis, -1), x / (1 - self.dropout), 0)
-        a, b = self._factors(placement, x.dtype, layer)
+        a, b = self.factors(placement, x.dtype, layer)
         low = jnp.einsum("...i,ri->...r", x, a)  # [..., r]
         return jnp.einsum("...r,or->...o", low, b)
+
+    def drops(self, dropout_keys: jax.Array | None) -> bool:
+        """Whether a part of the input is dropped."""
+        return dropout_keys is not None and self.dropout > 0
 
     def magnitude_factors(
         self, weight: jax.Array, placement: Placement, dtype: jax.typing.DTypeLike, layer: jax.Array | int = 0
     ) -> jax.Array:
         """Return m / |W + scale * B A|, [out] of `dtype`, for the dequantised weight [out, in]; 1 at rank 0."""
         assert self.lora_magnitude_vector is not None
-        a, b = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in self._factors(placement, dtype, layer))
+        a, b = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in self.factors(placement, dtype, layer))
         tuned = weight.astype(jnp.float32) + jnp.einsum("or,ri->oi", b, a)
         squares = jnp.sum(tuned * tuned, axis=1)
         lengths = jnp.sqrt(squares if self.in_axis == "hidden" else placement.leave(squares))
@@ -144,7 +148,7 @@ class LoRA(nnx.Module):
             factors = jnp.where(jnp.asarray(self.layer_ranks.ranks)[layer] > 0, factors, 1)
         return factors.astype(dtype)
 
-    def _factors(
+    def factors(
         self, placement: Placement, dtype: jax.typing.DTypeLike, layer: jax.Array | int
     ) -> tuple[jax.Array, jax.Array]:
         """Return this device's parts of A, masked, and of B, scaled."""

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.quantization import fp4, hqq, int8, nf4, parts
+from models.quantization import fp4, hqq, int8, merged, nf4, parts
 from models.quantization.fp4 import FP4Tensor
 from models.quantization.hqq import HQQTensor
 from models.quantization.int8 import Int8Tensor
@@ -65,6 +65,10 @@ _DEQUANTIZE: dict[type, Callable[..., jax.Array]] = {
     Int8Tensor: int8.dequantize,
     QuantizedPart: parts.dequantize,
 }
+_MERGE: dict[type, Callable[..., jax.Array]] = {
+    NF4Tensor: merged.merge,
+    FP4Tensor: functools.partial(merged.merge, table=fp4.TABLE),
+}
 
 
 def abstract(quantization: str, shape: tuple[int, int], stack: tuple[int, ...], dtype: jnp.dtype) -> Any:
@@ -103,6 +107,16 @@ def dequantize(stored: StoredWeight, dtype: jnp.dtype) -> jax.Array:
     if isinstance(stored, jax.Array):
         return stored.astype(dtype)
     return _DEQUANTIZE[type(stored)](stored, dtype)
+
+
+def can_merge(stored: StoredWeight) -> bool:
+    """Whether `merge` takes weights of this format."""
+    return type(stored) in _MERGE
+
+
+def merge(stored: Any, b: jax.Array, a: jax.Array) -> jax.Array:
+    """Return one stored matrix plus b [out, r] times a [r, in], as [out, in] of a's dtype; rounded once."""
+    return _MERGE[type(stored)](stored, b, a)
 
 
 def bits_per_parameter(quantization: str, shape: tuple[int, int], dtype: jnp.dtype) -> float:

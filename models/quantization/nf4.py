@@ -149,15 +149,17 @@ def dequantize_by(table: np.ndarray, quantized: NF4Tensor, dtype: jax.typing.DTy
     """Dequantise as `dequantize` does, with the values float32[16] of `table` for the codes."""
     if quantized.codes.ndim != 1:
         raise ValueError(f"dequantize takes one matrix, but the codes have stack axes: {quantized.codes.shape}")
-    blocks = quantized.absmax.size
+    return scaled_codes(quantized.codes, block_scales(quantized), BLOCK, quantized.shape, dtype, table)
+
+
+def block_scales(quantized: NF4Tensor) -> jax.Array:
+    """Return the scales float32[blocks] of one matrix."""
     if quantized.nested_absmax is None or quantized.offset is None:
-        scales = quantized.absmax
-    else:
-        # Not jnp.repeat, whose general form takes XLA tens of seconds of constant folding at real sizes.
-        groups = quantized.nested_absmax.size
-        nested = jnp.broadcast_to(quantized.nested_absmax[:, None], (groups, GROUP)).reshape(-1)[:blocks]
-        scales = double_scales(quantized.absmax, nested, quantized.offset)
-    return scaled_codes(quantized.codes, scales, BLOCK, quantized.shape, dtype, table)
+        return quantized.absmax
+    # Not jnp.repeat, whose general form takes XLA tens of seconds of constant folding at real sizes.
+    groups = quantized.nested_absmax.size
+    nested = jnp.broadcast_to(quantized.nested_absmax[:, None], (groups, GROUP)).reshape(-1)[: quantized.absmax.size]
+    return double_scales(quantized.absmax, nested, quantized.offset)
 
 
 def double_scales(absmax: jax.Array, nested_absmax: jax.Array, offset: jax.Array) -> jax.Array:

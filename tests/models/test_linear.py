@@ -6,7 +6,8 @@ import programs
 import pytest
 from flax import nnx
 
-from models.linear import Linear, frozen_matmul
+from models.linear import Linear, frozen_matmul, tuned_matmul
+from models.lora import LoRAConfig
 from models.parameters import split
 from models.placement import LOCAL, identity
 from models.quantization import dequantize, nf4
@@ -86,3 +87,61 @@ def test_one_product_forward_and_one_backward():
     assert programs.count("dot_general", lambda x: frozen_matmul(x, weight, identity), jnp.ones((1, IN))) == 1
     gradient = jax.grad(lambda x: frozen_matmul(x, weight, identity).sum())
     assert programs.count("dot_general", gradient, jnp.ones((1, IN))) == 2
+
+
+def adapter(rank=3, dtype=jnp.float32):
+    b = jax.random.normal(jax.random.key(3), (OUT, rank), dtype)
+    return b, jax.random.normal(jax.random.key(4), (rank, IN), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_tuned_product_is_that_with_the_weight_and_that_with_the_adapter(dtype):
+    weight, (b, a) = stored("nf4"), adapter(dtype=dtype)
+    x = jax.random.normal(jax.random.key(1), (2, 3, IN), dtype)
+    cotangent = jax.random.normal(jax.random.key(2), (2, 3, OUT), dtype)
+
+    def apart(x, b, a):
+        return x @ dequantize(weight, jnp.float32).T + (x @ a.T) @ b.T
+
+    found, pull_back = jax.vjp(lambda *args: tuned_matmul(args[0], weight, *args[1:], identity), x, b, a)
+    wide = tuple(array.astype(jnp.float32) for array in (x, b, a))
+    expected, pull_back_apart = jax.vjp(apart, *wide)
+    # Sums of up to 40 products of numbers of about 1, rounded to the dtype along the way; relative to the largest.
+    tolerance = 8 * float(jnp.finfo(dtype).eps)
+    gradients = pull_back(cotangent)
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, (x, b, a))
+    wanted = (expected, *pull_back_apart(cotangent.astype(jnp.float32)))
+    for own, other in zip((found, *gradients), wanted, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(own, np.float32), other, rtol=0, atol=tolerance * float(jnp.abs(other).max())
+        )
+
+
+def test_a_tuned_product_is_one_product_and_what_the_adapter_needs_backward():
+    """Counted with the making of the sum, which on a GPU is no product of XLA's."""
+    weight, (b, a) = stored("nf4"), adapter()
+    forward = programs.count("dot_general", lambda x: tuned_matmul(x, weight, b, a, identity), jnp.ones((1, IN)))
+    assert forward == 1 + 1
+    gradient = jax.grad(lambda x, b, a: tuned_matmul(x, weight, b, a, identity).sum(), argnums=(0, 1, 2))
+    assert programs.count("dot_general", gradient, jnp.ones((1, IN)), b, a) == 2 * (1 + 1) + 4
+
+
+@pytest.mark.parametrize(("dropout", "merges"), [(0.0, True), (0.5, False)])
+def test_an_adapter_is_merged_where_nothing_is_dropped(dropout, merges):
+    linear = Linear(IN, OUT, bias=False, quantization="nf4", dtype=jnp.dtype(jnp.float32), stack=())
+    linear.add_adapter(LoRAConfig(3, 6, dropout, False, frozenset()), stream=0)
+    graph, frozen, adapters = split(linear)
+    b, a = adapter()
+    adapters["adapter"]["lora_A"].set_value(a)
+    adapters["adapter"]["lora_B"].set_value(b)
+    weight = stored("nf4")
+    frozen["weight"].set_value(weight)
+
+    def run(x):
+        return nnx.merge(graph, frozen, adapters)(x, LOCAL, jax.random.split(jax.random.key(0), 2))
+
+    products = programs.count("dot_general", run, jnp.ones((2, IN)))
+    assert products == (2 if merges else 3)
+    if merges:
+        expected = dequantize(weight, jnp.float32).sum(axis=1) + 2 * (b @ a).sum(axis=1)
+        np.testing.assert_allclose(run(jnp.ones((2, IN)))[0], expected, rtol=1e-4, atol=1e-4)

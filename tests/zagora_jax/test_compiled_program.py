@@ -149,16 +149,18 @@ def test_full_logits_are_never_materialised():
     assert not full_logits(compiled_step(layers=1, tokens=tokens), tokens)
 
 
-def naive_matmul(x, weight, fetch):
-    """`frozen_matmul` without its rule for the backward pass."""
-    return jnp.einsum("...i,oi->...o", x, dequantize(fetch(weight), x.dtype))
+def naive_matmul(x, weight, b, a, fetch):
+    """`tuned_matmul` without its rule for the backward pass."""
+    return jnp.einsum("...i,oi->...o", x, dequantize(fetch(weight), x.dtype) + b @ a)
 
 
 def test_plain_automatic_differentiation_would_be_caught(monkeypatch):
-    monkeypatch.setattr(models.linear, "frozen_matmul", naive_matmul)
+    ours = compiled_step(layers=LAYERS, remat="none")
+    monkeypatch.setattr(models.linear, "tuned_matmul", naive_matmul)
+    monkeypatch.setattr(models.remat, "_checkpoint", lambda function, policy: function)
     program = compile_step(remat="none")
     assert stacks_of_weights(program) >= {(LAYERS, *shape) for shape in MODULES.values()}
-    added = program.temporary_bytes - compiled_step(layers=LAYERS, remat="none").temporary_bytes
+    added = program.temporary_bytes - ours.temporary_bytes
     assert added > 0.9 * LAYERS * 4 * CODE_BYTES  # 16 bits a weight
 
 
@@ -176,7 +178,7 @@ def selected(quantized, dtype):
 
 
 def test_constants_hoisted_out_of_the_loop_would_be_caught(monkeypatch):
-    monkeypatch.setattr(models.linear, "dequantize", selected)
+    monkeypatch.setattr(models.linear, "merge", lambda weight, b, a: selected(weight, a.dtype) + b @ a)
     assert carried_weights(compile_step())
 
 
@@ -188,8 +190,8 @@ def test_unrolled_layers_would_be_caught(monkeypatch):
 
 
 def test_a_loss_over_full_logits_would_be_caught(monkeypatch):
-    def naive_cross_entropy(hidden, head, targets, weights, vocabulary):
-        logits = jnp.einsum("td,vd->tv", hidden, head).astype(jnp.float32)
+    def naive_cross_entropy(hidden, heads, targets, weights, vocabulary, trained):
+        logits = jnp.einsum("td,vd->tv", hidden[0], heads[0]).astype(jnp.float32)
         chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=1) - chosen))
 
