@@ -33,20 +33,29 @@ _PIPELINED_GATHERS: tuple[dict[str, Any], ...] = (
 # A loop counts for as many exchanges as its body has: so many that one beside it is always allowed.
 _BESIDE_LOOPS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 64}
 
+# No CUDA graphs: what one holds runs on one stream, a copy to the host and the products that it should be hidden under.
+_BESIDE_COPIES = {"xla_gpu_enable_command_buffer": ""}
 
-def compiler_options(mesh: Mesh, *, beside_loops: bool = False) -> dict[str, Any]:
+
+def uses_host_memory(program: jax.stages.Lowered) -> bool:
+    """Whether a program reads or writes pinned host memory."""
+    return "pinned_host" in program.as_text()
+
+
+def compiler_options(mesh: Mesh, *, beside_loops: bool = False, beside_copies: bool = False) -> dict[str, Any]:
     """Return the options to compile a spread step for a mesh with, as `sharding.targets.compile_for` takes them.
 
     Args:
         mesh: the devices.
         beside_loops: whether exchanges are to run beside whole loops with exchanges of their own.
+        beside_copies: whether copies to and from host memory are to run beside computation.
 
     Raises:
         RuntimeError: this jaxlib knows no option that pipelines gathers.
     """
     if mesh.devices.flat[0].platform == "cpu":
         return {}
-    options = {**_OPTIONS, **(_BESIDE_LOOPS if beside_loops else {})}
+    options = {**_OPTIONS, **(_BESIDE_LOOPS if beside_loops else {}), **(_BESIDE_COPIES if beside_copies else {})}
     return {**options, **(_pipelined_gathers() if mesh.size > 1 else {})}
 
 

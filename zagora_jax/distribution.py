@@ -18,7 +18,7 @@ from models.placement import Placement
 from models.quantization import parts
 from models.quantization.parts import Segments
 from models.stream_order import StreamOrder
-from sharding.compiler import compiler_options
+from sharding.compiler import compiler_options, uses_host_memory
 from sharding.compression import Compression
 from sharding.exchange import Exchange, ExchangeErrors
 from sharding.flat import gather
@@ -28,7 +28,7 @@ from sharding.mesh import SHARD_AXES, rows_divisor, shard_count
 from sharding.program import collectives, memory, traffic
 from sharding.rules import named_sharding
 from sharding.spread import Spread
-from sharding.targets import compile_for
+from sharding.targets import lower_for
 from sharding.tensor import Parts, alike, enter, leave
 from sharding.vocabulary import ShardedVocabulary
 from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
@@ -427,8 +427,9 @@ class Distribution:
             donate_argnums=donated,
         )
         arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
-        options = compiler_options(self.mesh, beside_loops=self.exchange == "delayed")
-        return compile_for(self.mesh, jitted, *arguments, options=options)
+        program = lower_for(self.mesh, jitted, *arguments)
+        hides = {"beside_loops": self.exchange == "delayed", "beside_copies": uses_host_memory(program)}
+        return program.compile(compiler_options=compiler_options(self.mesh, **hides))
 
 
 _cut = jax.jit(parts.cut, static_argnames=("axis", "segments", "count"))

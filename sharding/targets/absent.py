@@ -123,10 +123,8 @@ def _require_compiler() -> None:
         raise ModuleNotFoundError(f"compiling for absent GPUs needs CUDA's assembler, ptxas: {INSTALL}")
 
 
-def compile_for(
-    mesh: Mesh, function: Any, *arguments: Any, options: Mapping[str, Any] | None = None
-) -> jax.stages.Compiled:
-    """Compile a jitted function for a mesh of devices that may be absent, arguments in host memory included.
+def lower_for(mesh: Mesh, function: Any, *arguments: Any) -> jax.stages.Lowered:
+    """Lower a jitted function for a mesh of devices that may be absent, arguments in host memory included.
 
     Absent devices have no memories, so that a NamedSharding over a Mesh of them silently drops its memory kind: an
     argument meant for pinned host memory would be planned on the device. Over `mesh.abstract_mesh` it keeps the kind,
@@ -136,7 +134,13 @@ def compile_for(
         mesh: the devices.
         function: what jax.jit returned. Its shardings, and those of the arguments, are over `mesh.abstract_mesh`.
         *arguments: arrays or jax.ShapeDtypeStructs.
-        options: XLA's, by name.
     """
     with jax.set_mesh(mesh):
-        return function.lower(*arguments).compile(compiler_options=dict(options or {}))
+        return function.lower(*arguments)
+
+
+def compile_for(
+    mesh: Mesh, function: Any, *arguments: Any, options: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Lower a jitted function as `lower_for` does, and compile it; `options` are XLA's, by name."""
+    return lower_for(mesh, function, *arguments).compile(compiler_options=dict(options or {}))
