@@ -1,57 +1,70 @@
 """The loop over layers: what its backward pass computes again, and where what it keeps waits.
 
-none: every intermediate result is kept on the device.
-attention: a layer's input is kept, and what attention's backward pass needs.
-full: a layer's input is kept; the rest of the layer is computed again.
-nested: the inputs of groups of layers are kept. A group's backward pass first computes the inputs of its layers again,
-    which costs a third forward pass: about 2 sqrt(L) inputs at a time, in place of L (Chen et al. 2016, "Training deep
-    nets with sublinear memory cost", arXiv:1604.06174).
+A layer's input is kept, and of the rest of the layer:
 
-With attention and full, the layers' inputs can wait in pinned host memory. Not with nested: XLA cannot move what a loop
-inside another one keeps.
+none: queries, keys and values, attention's output, the residual, gate and up: no product of matrices is computed again.
+    What lies between them is, such as norms: to read it again would take as long.
+mlp: the same without gate and up, which are the most by far.
+attention: attention's output, with what attention's backward pass needs beside.
+full: nothing.
+nested: of groups of layers only the first input is kept. A group's backward pass first computes the inputs of its
+    layers again, which costs a third forward pass: about 2 sqrt(L) inputs at a time, in place of L (Chen et al. 2016,
+    "Training deep nets with sublinear memory cost", arXiv:1604.06174).
+
+But with nested, what is kept can wait in pinned host memory: XLA cannot move what a loop inside another one keeps.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-
-REMATS = ("full", "attention", "nested", "none")
-
-# Those that keep the layers' inputs and no more than a little beside them.
-OFFLOADABLE = ("full", "attention")
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 LAYER_INPUT = "layer_input"
+
+# What a layer gives names to, by `checkpoint_name`, in the order in which it is worth keeping.
+_ATTENTION = ("attention_output", "attention_statistics")
+_PROJECTIONS = ("query", "key", "value", "residual")
+_GATES = ("gate", "up")
+_KEPT: dict[str, tuple[str, ...]] = {
+    "none": (*_ATTENTION, *_PROJECTIONS, *_GATES),
+    "mlp": (*_ATTENTION, *_PROJECTIONS),
+    "attention": _ATTENTION,
+    "full": (),
+}
+
+# From the one that computes least again.
+REMATS = (*_KEPT, "nested")
+
+# Those whose kept arrays can wait in host memory.
+OFFLOADABLE = tuple(_KEPT)
 
 # Maps (carry, one layer's inputs) to (carry, outputs).
 Layer = Callable[[Any, Any], tuple[Any, Any]]
 
-_save_nothing = jax.checkpoint_policies.nothing_saveable
-_save_named_attention = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_statistics")
-_offload_layer_input = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[LAYER_INPUT],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
 
+@functools.cache
+def _policy(remat: str, offload: bool) -> Callable[..., Any]:
+    """Return what `jax.checkpoint` asks of every operation: whether, and where, its result is kept."""
+    kept = _KEPT[remat]
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[] if offload else kept,
+        names_which_can_be_offloaded=[LAYER_INPUT, *kept] if offload else [],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    naming = jax.make_jaxpr(lambda x: checkpoint_name(x, _ATTENTION[0]))(jnp.float32(0)).eqns[0]
 
-def _save_attention(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Keep what attention's backward pass needs of its forward pass: by name, or as cuDNN's own outputs."""
-    return "dot_product_attention" in primitive.name or _save_named_attention(primitive, *args, **params)
+    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        # cuDNN's results, which its backward pass needs, have no names.
+        if "dot_product_attention" in primitive.name:
+            return named(naming.primitive, **naming.params)
+        return named(primitive, *args, **params)
 
-
-def _save_attention_and_offload(primitive: Any, *args: Any, **params: Any) -> Any:
-    return _save_attention(primitive, *args, **params) or _offload_layer_input(primitive, *args, **params)
-
-
-_POLICIES = {
-    ("full", False): _save_nothing,
-    ("full", True): _offload_layer_input,
-    ("attention", False): _save_attention,
-    ("attention", True): _save_attention_and_offload,
-}
+    return policy
 
 
 def scan_layers(layer: Layer, carry: Any, inputs: Any, remat: str, *, offload: bool = False) -> tuple[Any, Any]:
@@ -62,7 +75,7 @@ def scan_layers(layer: Layer, carry: Any, inputs: Any, remat: str, *, offload: b
         carry: what the first layer gets; what every layer returns has the same shapes.
         inputs: a pytree of arrays [L, ...], of which each layer gets its slice.
         remat: one of REMATS.
-        offload: whether the layers' inputs wait in pinned host memory, with one of OFFLOADABLE.
+        offload: whether what is kept waits in pinned host memory, with one of OFFLOADABLE.
 
     Returns:
         What the last layer returns, and the outputs of all layers, stacked.
@@ -71,15 +84,12 @@ def scan_layers(layer: Layer, carry: Any, inputs: Any, remat: str, *, offload: b
         ValueError: an unknown `remat`, one that does not go with `offload`, or layers that cannot be nested.
     """
     if offload and remat not in OFFLOADABLE:
-        raise ValueError(f"remat {remat!r} keeps no layer inputs to offload; use {' or '.join(OFFLOADABLE)}")
-    match remat:
-        case "none":
-            return jax.lax.scan(layer, carry, inputs)
-        case "full" | "attention":
-            return jax.lax.scan(_checkpoint(layer, _POLICIES[remat, offload]), carry, inputs)
-        case "nested":
-            return _scan_nested(_checkpoint(layer, _save_nothing), carry, inputs)
-    raise ValueError(f"remat {remat!r} is not known; accepted values: {', '.join(REMATS)}")
+        raise ValueError(f"remat {remat!r} keeps nothing that could be offloaded; use {' or '.join(OFFLOADABLE)}")
+    if remat not in REMATS:
+        raise ValueError(f"remat {remat!r} is not known; accepted values: {', '.join(REMATS)}")
+    if remat == "nested":
+        return _scan_nested(_checkpoint(layer, jax.checkpoint_policies.nothing_saveable), carry, inputs)
+    return jax.lax.scan(_checkpoint(layer, _policy(remat, offload)), carry, inputs)
 
 
 def _scan_nested(layer: Layer, carry: Any, inputs: Any) -> tuple[Any, Any]:
@@ -90,7 +100,7 @@ def _scan_nested(layer: Layer, carry: Any, inputs: Any) -> tuple[Any, Any]:
         return jax.lax.scan(layer, carry, of_group)
 
     grouped = jax.tree.map(lambda array: array.reshape(groups, layers // groups, *array.shape[1:]), inputs)
-    carry, outputs = jax.lax.scan(_checkpoint(group, _save_nothing), carry, grouped)
+    carry, outputs = jax.lax.scan(_checkpoint(group, jax.checkpoint_policies.nothing_saveable), carry, grouped)
     return carry, jax.tree.map(lambda array: array.reshape(layers, *array.shape[2:]), outputs)
 
 

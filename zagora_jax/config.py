@@ -174,11 +174,13 @@ class TrainConfig(CommandConfig):
         description="The attention kernel: chunked (portable), cudnn (NVIDIA GPUs), reference (holds all scores; "
         "for tests), or auto, which takes the fastest that fits and prints which.",
     )
-    remat: Literal["full", "attention", "nested", "none"] = Field(
-        default="full",
+    remat: Literal["auto", "full", "attention", "mlp", "none", "nested"] = Field(
+        default="auto",
         description="What the backward pass computes again to save memory: full (a layer, from its input), attention "
-        "(as full, but attention's results are kept), nested (also most of the inputs: least device memory with none "
-        "on the host, a third slower), or none.",
+        "(as full, but attention's results are kept), mlp (as attention, but so are the projections: the feed-forward "
+        "block is computed again), none (no matrix product is), or nested (also most of the inputs: least device "
+        "memory with none on the host, a third slower). auto: the least of none, mlp, attention and full that the "
+        "device has room for; full with --offload, --strategy layerwise, and on a CPU.",
     )
     offload: OffloadConfig = OffloadConfig()
     seed: int = Field(
@@ -307,9 +309,14 @@ class TrainConfig(CommandConfig):
         weights = self.offload.weights
         return "auto" if self.strategy == "streaming" and weights == "none" else weights
 
+    @property
+    def planned_remat(self) -> str:
+        """The option remat; full where it is auto, which is settled on the devices."""
+        return "full" if self.remat == "auto" else self.remat
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.streamed_weights != "none" and self.remat != "full":
+        if self.streamed_weights != "none" and self.planned_remat != "full":
             raise ValueError(
                 f"offload.weights and strategy streaming do not go with remat {self.remat}: a streamed layer is "
                 "computed again from its input; use remat full"
@@ -328,10 +335,10 @@ class TrainConfig(CommandConfig):
                 f"offload.weights_from {source} reads the files of the cache of quantised layers, and quantized_cache "
                 "is off: give it a folder, or auto"
             )
-        if self.offload.activations and self.remat in ("nested", "none"):
+        if self.offload.activations and self.remat == "nested":
             raise ValueError(
-                f"offload.activations does not go with remat {self.remat}, which keeps no layer inputs in one stack: "
-                "give remat full or attention"
+                "offload.activations does not go with remat nested, which keeps no layer inputs in one stack: give "
+                "another remat"
             )
         if self.strategy == "layerwise" and self.remat == "nested":
             raise ValueError(

@@ -24,8 +24,8 @@ def forward_options(config: TrainConfig, base: BaseModel, platform: str | None =
             dtype=config.compute_dtype,
             head_dim=base.model.config.head_dim,
         )
-        if config.remat == "nested":
+        if config.planned_remat == "nested":
             group_count(base.model.config.num_layers)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return ForwardOptions(kernel, config.remat, config.packing, config.offload.activations)
+    return ForwardOptions(kernel, config.planned_remat, config.packing, config.offload.activations)

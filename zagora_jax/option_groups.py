@@ -194,8 +194,8 @@ class OffloadConfig(Options):
 
     activations: bool = Field(
         default=False,
-        description="Keep the layers' inputs in pinned host memory between the forward and the backward pass; with "
-        "remat full or attention.",
+        description="Keep what the backward pass does not compute again, such as the layers' inputs, in pinned host "
+        "memory until then; not with remat nested.",
     )
     weights: Literal["none", "all", "auto"] | Annotated[int, Field(ge=1)] = Field(
         default="none",

@@ -1,4 +1,4 @@
-"""Which layers' frozen weights stay on the device, which wait in host memory, and which on the disk."""
+"""What stays on the device: which layers' frozen weights, and what the forward pass computes of a layer."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,14 @@ from zagora_jax.errors import UserError
 from zagora_jax.host_memory import room_to_pin
 from zagora_jax.kernels import forward_options
 from zagora_jax.layer_ring import LEAST_SLOTS
-from zagora_jax.planning.analytic import estimate_memory
+from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.candidates import changed
 from zagora_jax.planning.compiled import compile_planned
 from zagora_jax.planning.shapes import Shapes
 from zagora_jax.reporting.sensors import GIB
 from zagora_jax.streaming import fitting_order
+
+_FROM_LEAST = ("none", "mlp", "attention")
 
 
 def settle_streaming(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:
@@ -43,6 +45,35 @@ def settle_streaming(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Call
     strategy = "replicas" if config.strategy == "streaming" else config.strategy  # else it would ask for auto again
     offload = config.offload.model_copy(update={"weights": streamed or "none"})
     return config.model_copy(update={"strategy": strategy, "offload": offload})
+
+
+def settle_remat(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:
+    """Replace remat "auto" by what computes least again of what the devices of a mesh have room for.
+
+    Steps are compiled for these devices, the one that keeps most first; an estimate leaves out those that are far from
+    fitting. Where something waits in host memory, memory is short: then it is full, and so it is for stages, which
+    choose their layers by what they need, and where a device's memory has no limit.
+    """
+    if config.remat != "auto":
+        return config
+    limits = [limit for device in mesh.devices.flat if (limit := memory_limit(device)) is not None]
+    full = config.model_copy(update={"remat": "full"})
+    waits = config.offload.activations or config.offload.optimizer or config.streamed_weights != "none"
+    if not limits or waits or config.strategy == "layerwise":
+        return full
+    axes = {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
+    shapes, limit = Shapes(base), min(limits)
+    for remat in _FROM_LEAST:
+        chosen = config.model_copy(update={"remat": remat})
+        kernel = forward_options(chosen, base, mesh.devices.flat[0].platform).kernel
+        estimates = estimate_memory(changed(chosen, axes), shapes, kernel, limit)
+        if max(estimate.peak for estimate in estimates) > limit * (1 + ERROR):
+            continue
+        planned = max(compile_planned(chosen, mesh, base).planned_memory().values())
+        if planned <= limit:
+            say(f"remat: {remat}, with {planned / GIB:.2f} of {limit / GIB:.2f} GiB a device")
+            return chosen
+    return full
 
 
 def settle_source(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:

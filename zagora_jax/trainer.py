@@ -49,7 +49,7 @@ from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.reporting.trace import show_trace, tracing
-from zagora_jax.residency import settle_source, settle_streaming
+from zagora_jax.residency import settle_remat, settle_source, settle_streaming
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
@@ -158,7 +158,7 @@ class _Run:
                     self.arrangement.feed.close()
 
     def _train(self) -> TrainResult:
-        self._settle_streaming()
+        self._settle()
         self._open_directory()
         # Before any weight is read, so that a step that cannot fit costs seconds.
         compiled = self._compile_step() if self.first_step < self.total_steps else None
@@ -179,11 +179,13 @@ class _Run:
         self._evaluate(measure, state, "loss_after")
         return self._result()
 
-    def _settle_streaming(self) -> None:
-        """Decide which layers wait in host memory, where that depends on the devices, and on how long sequences are."""
+    def _settle(self) -> None:
+        """Decide what stays on the devices, where that depends on them, and on how long sequences are."""
         mesh = self.arrangement.mesh
         settled = settle_streaming(self._config_as_run, self.base, mesh, self.reporter.say)
         settled = settle_source(settled, self.base, mesh, self.reporter.say)
+        settled = settle_remat(settled, self.base, mesh, self.reporter.say)
+        self.options = forward_options(settled, self.base)
         self.arrangement = arrange(settled, self.base.model, mesh)
 
     @property

@@ -134,11 +134,33 @@ def test_remat_changes_neither_loss_nor_gradient():
         chex.assert_trees_all_close(gradient(remat, offload), plain, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("remat", ["nested", "none"])
-def test_layer_inputs_that_are_not_kept_are_not_offloaded(remat):
+def test_what_is_not_kept_is_not_offloaded():
     graph, frozen, adapters = with_values(declare("none"))
-    with pytest.raises(ValueError, match=f"remat '{remat}' keeps no layer inputs to offload; use full or attention"):
-        hidden_states(nnx.merge(graph, frozen, adapters), *tokens_and_positions(), remat, offload=True)
+    with pytest.raises(ValueError, match="remat 'nested' keeps nothing that could be offloaded; use none or mlp or"):
+        hidden_states(nnx.merge(graph, frozen, adapters), *tokens_and_positions(), "nested", offload=True)
+
+
+def test_an_unknown_remat_is_refused():
+    graph, frozen, adapters = with_values(declare("none"))
+    with pytest.raises(ValueError, match="remat 'some' is not known; accepted values: none, mlp, attention, full"):
+        hidden_states(nnx.merge(graph, frozen, adapters), *tokens_and_positions(), "some")
+
+
+def test_remat_says_which_products_are_computed_again():
+    graph, frozen, adapters = with_values(declare("none"))
+    tokens, positions = tokens_and_positions()
+
+    def products(remat):
+        def of_inputs(x):
+            model = nnx.merge(graph, frozen, adapters)
+            return model.hidden_states(tokens, positions, None, kernel="chunked", remat=remat, inputs=x).sum()
+
+        return programs.count("dot_general", jax.grad(of_inputs), jnp.ones((*tokens.shape, CONFIG.hidden_size)))
+
+    none, mlp, attention, full = map(products, ("none", "mlp", "attention", "full"))
+    assert mlp - none == 2  # gate and up
+    assert attention - mlp == 4  # queries, keys, values and the output's projection
+    assert full - attention == 2  # scores, and what they weight
 
 
 @pytest.mark.parametrize("sizes", [(12,), (7, 1, 1, 3), (1,) * 12])

@@ -1,12 +1,19 @@
 """How many layers wait in host memory, and when that is decided."""
 
+from types import SimpleNamespace
+
+import jax
 import oracles
 import pytest
 import runs
 
-from zagora_jax import trainer
+from sharding.mesh import make_mesh
+from zagora_jax import residency, trainer
+from zagora_jax.base import open_base
 from zagora_jax.errors import UserError
-from zagora_jax.option_groups import OffloadConfig
+from zagora_jax.option_groups import LoraConfig, OffloadConfig
+from zagora_jax.planning.candidates import train_config
+from zagora_jax.residency import settle_remat
 from zagora_jax.streaming import fitting_order, streamed_of_stages
 from zagora_jax.trainer import train
 
@@ -40,3 +47,67 @@ def test_a_bad_row_is_named_before_anything_is_compiled(tmp_path, monkeypatch):
     )
     with pytest.raises(UserError, match=r"rows\.jsonl, line 4"):
         train(config, runs.recorder()[0])
+
+
+NEEDED = {"none": 10, "mlp": 8, "attention": 6, "full": 4}  # GiB
+
+
+@pytest.fixture
+def settle(monkeypatch):
+    """Settle remat for a device with a limit, in GiB; returns what was chosen, compiled and said."""
+    base = open_base("synthetic:smollm2-135m?layers=2", quantization="nf4", dtype="bfloat16", lora=LoraConfig(rank=2))
+    mesh = make_mesh({}, jax.devices()[:1])
+
+    def settle(limit, **settings):
+        compiled, said = [], []
+
+        def compile_planned(config, *_):
+            compiled.append(config.remat)
+            return SimpleNamespace(planned_memory=lambda: {"device": NEEDED[config.remat] * GIB})
+
+        def estimate_memory(config, *_):
+            return (SimpleNamespace(peak=NEEDED[config.remat] * GIB),)
+
+        monkeypatch.setattr(residency, "memory_limit", lambda _: None if limit is None else int(limit * GIB))
+        monkeypatch.setattr(residency, "compile_planned", compile_planned)
+        monkeypatch.setattr(residency, "estimate_memory", estimate_memory)
+        settled = settle_remat(train_config({"model": "x", **settings}), base, mesh, said.append)
+        return settled.remat, compiled, said
+
+    return settle
+
+
+@pytest.mark.parametrize(
+    ("limit", "chosen", "compiled"),
+    [
+        (11, "none", ["none"]),
+        (9.8, "mlp", ["none", "mlp"]),  # the estimate may be a little wrong: the compiler decides
+        (9, "mlp", ["mlp"]),
+        (7, "attention", ["attention"]),
+        (5, "full", []),
+        (None, "full", []),
+    ],
+)
+def test_the_device_gets_what_computes_least_again(settle, limit, chosen, compiled):
+    remat, tried, said = settle(limit)
+    assert (remat, tried) == (chosen, compiled)
+    assert said == (
+        [] if chosen == "full" else [f"remat: {chosen}, with {NEEDED[chosen]:.2f} of {limit:.2f} GiB a device"]
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload.activations": True},
+        {"offload.optimizer": True},
+        {"offload.weights": 1},
+        {"strategy": "layerwise"},
+    ],
+)
+def test_where_memory_is_short_remat_is_full(settle, settings):
+    assert settle(11, **settings)[:2] == ("full", [])
+
+
+def test_a_remat_that_was_asked_for_stays(settle):
+    assert settle(5, remat="none")[:2] == ("none", [])

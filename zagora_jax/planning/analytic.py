@@ -15,6 +15,7 @@ from models.stream_order import StreamOrder
 from sharding.lockstep import inputs_kept
 from sharding.schedule import inputs_held
 from zagora_jax.config import TrainConfig
+from zagora_jax.planning.kept import kept_elements
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.shapes import Shapes, mesh_shape
 from zagora_jax.streaming import slots_of
@@ -65,7 +66,8 @@ def _of_stage(
     # All micro-batches of a step pass through a streamed layer together, but in stages.
     together = 1 if stream is None or mesh["stage"] > 1 else config.gradient_accumulation_steps
     hiddens = width * tokens * together * model.hidden_size
-    kept = width * tokens * together * _kept_elements(config, model, layers)
+    kept = width * tokens * together * kept_elements(config.planned_remat, model, layers, mesh["tensor"])
+    kept, on_host = (0, kept) if config.offload.activations else (kept, 0)
     held = activations_held(config, index, one_program=shapes.in_one_program(config))
     kept += width * tokens * model.hidden_size * held
     layer_bytes = shapes.layer_weight_bytes / mesh["tensor"]
@@ -85,11 +87,11 @@ def _of_stage(
             workspace = max(workspace + STREAMED_HIDDENS * hiddens, turning)
         elif config.offload.activations and mesh["data"] * mesh["fsdp"] == 1:
             workspace += STAGE_GRADIENTS * arguments.lora
-    if config.remat == "nested":  # XLA copies the packed weights of a group
+    if config.planned_remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
     slots = 0 if stream is None else slots_of(config, stream.streamed_layers) or stream.streamed_layers
     in_host_memory = waiting * slots
-    offloaded = hiddens * layers * _stacks_on_host(config, index, stream) + shapes.moments_on_host(config)[index]
+    offloaded = on_host * _stacks_on_host(config, index, stream) + shapes.moments_on_host(config)[index]
     memory = DeviceMemory(
         **asdict(arguments),
         activations=kept,
@@ -170,22 +172,3 @@ def _stacks_on_host(config: TrainConfig, stage: int, stream: StreamOrder | None)
         return 1
     # A streaming stage keeps them from its forward to its backward task; one more is made room for meanwhile.
     return inputs_held(stage, stages, config.gradient_accumulation_steps) + 1
-
-
-def _kept_elements(config: TrainConfig, model: ModelConfig, layers: int) -> int:
-    """What the forward pass keeps on the device of a token, all layers together."""
-    parts, hidden, heads = mesh_shape(config)["tensor"], model.hidden_size, model.num_heads
-    queries, keys = heads * model.head_dim, model.num_kv_heads * model.head_dim
-    match config.remat:
-        case "none":
-            of_layer = 7 * hidden + (6 * model.intermediate_size + 2 * queries + 2 * keys) // parts
-        case "attention":
-            of_layer = hidden + (queries + 2 * heads) // parts  # statistics of the softmax, in float32
-        case "nested":
-            groups = group_count(layers)
-            return (groups + layers // groups) * hidden
-        case _:
-            of_layer = hidden
-    if config.offload.activations:
-        of_layer -= hidden
-    return of_layer * layers

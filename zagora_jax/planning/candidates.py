@@ -18,8 +18,11 @@ from zagora_jax.planning.strategies import STRATEGIES, Settings, Strategy
 # What may be done to save memory, from none to much; each line is tried with all others.
 ACTIVATIONS: tuple[Settings, ...] = (
     {"remat": "none"},
+    {"remat": "mlp"},
     {"remat": "attention"},
     {"remat": "full"},
+    {"remat": "none", "offload.activations": True},
+    {"remat": "mlp", "offload.activations": True},
     {"remat": "attention", "offload.activations": True},
     {"remat": "full", "offload.activations": True},
     {"remat": "nested"},
@@ -49,7 +52,7 @@ class Candidate:
         """What tells kinds of settings apart: where arrays lie and what is kept."""
         config = self.config
         streams = config.streamed_weights != "none"
-        return (*mesh_shape(config).values(), streams, config.remat, config.offload.activations)
+        return (*mesh_shape(config).values(), streams, config.planned_remat, config.offload.activations)
 
     @property
     def settings_text(self) -> str:
@@ -62,7 +65,7 @@ class Candidate:
             weights += f" from the disk through room for {slots}"
         moments = " with offload.optimizer" if config.offload.optimizer else ""
         embeddings = "" if config.embeddings == "none" else f", embeddings {config.embeddings}"
-        kept = f"remat {config.remat}{offloaded}, {config.optimizer}{moments}{embeddings}"
+        kept = f"remat {config.planned_remat}{offloaded}, {config.optimizer}{moments}{embeddings}"
         return f"{axes or 'one device'}{weights}, {kept}"
 
     def __str__(self) -> str:
@@ -199,7 +202,7 @@ def _kept_activations(config: ConfigureConfig, layers: int) -> list[Settings]:
     return [
         settings
         for settings in ACTIVATIONS
-        if config.remat in (None, settings["remat"])
+        if config.remat in (None, "auto", settings["remat"])
         and offload in (None, "offload.activations" in settings)
         and (settings["remat"] != "nested" or _can_nest(layers))
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from models.remat import OFFLOADABLE, REMATS
 from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import lacking_memory, memory_limit
@@ -121,18 +122,18 @@ def _weights(config: TrainConfig) -> list[Settings]:
     if streamed != "none" or shards or config.gradient_exchange != "synchronous":
         return []
     settings: Settings = {"offload.weights": "auto", "remat": "full"}
-    if config.remat == "full":
+    if config.planned_remat == "full":
         del settings["remat"]
     return [settings] if config.offload.activations else [settings, settings | {"offload.activations": True}]
 
 
 def _kept(config: TrainConfig) -> list[Settings]:
-    remats = ["attention", "full", "nested"]
-    less = remats[remats.index(config.remat) + 1 :] if config.remat in remats else remats
-    found: list[Settings] = [{"remat": remat} for remat in less if remat != "nested" and not config.offload.activations]
-    if not config.offload.activations and config.remat in ("attention", "full"):
+    less = REMATS[REMATS.index(config.planned_remat) + 1 :]
+    offloads = config.offload.activations
+    found: list[Settings] = [{"remat": remat} for remat in less if remat != "nested" and not offloads]
+    if not offloads and config.planned_remat in OFFLOADABLE:
         found.insert(0, {"offload.activations": True})
-    if not config.offload.activations and config.remat != "full":
+    if not offloads and config.planned_remat != "full":
         found.append({"remat": "full", "offload.activations": True})
     return found
 

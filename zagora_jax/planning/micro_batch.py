@@ -21,6 +21,7 @@ from models.llama import linear_modules
 from models.quantization import bits_per_parameter
 from sharding.targets import Gpu
 from zagora_jax.config import TrainConfig
+from zagora_jax.planning.kept import keeps_attention, kept_elements
 from zagora_jax.planning.links import Link
 from zagora_jax.planning.shapes import Shapes, mesh_shape
 from zagora_jax.streaming import slots_of
@@ -44,6 +45,7 @@ class Work:
     shapes: ModelConfig
     weights: int  # of the linear modules
     down: int  # of the last one, whose result the backward pass does without
+    gates: int  # of those that the feed-forward block begins with
     adapters: int
     weight_bytes: float  # stored, a weight
 
@@ -60,7 +62,9 @@ class Work:
         sizes = {path: module.in_features * module.out_features for path, module in linear_modules(model).items()}
         weights = sum(sizes.values())
         down = next(size for path, size in sizes.items() if path.endswith("down_proj"))
-        return cls(model.config, weights, down, shapes.layer_adapter_elements, shapes.layer_weight_bytes / weights)
+        gates = sum(size for path, size in sizes.items() if path.endswith(("gate_proj", "up_proj", "gate_up_proj")))
+        stored = shapes.layer_weight_bytes / weights
+        return cls(model.config, weights, down, gates, shapes.layer_adapter_elements, stored)
 
 
 def sustained(gpu: Gpu) -> float:
@@ -102,17 +106,20 @@ class MicroBatch:
     @property
     def again(self) -> float:
         """Forward passes of a layer that come again in its backward pass."""
-        return {"none": 0.0, "nested": 2.0}.get(self.config.remat, 1.0)
+        mlp = self.work.gates / self.work.weights
+        return {"none": 0.0, "mlp": mlp, "nested": 2.0}.get(self.config.planned_remat, 1.0)
 
     @property
     def recomputed(self) -> float:
         """The same of its products: the last one's result is not needed again."""
-        return self.again - self.work.down / self.work.weights if self.again else 0.0
+        is_whole = self.config.planned_remat not in ("none", "mlp")
+        return self.again - is_whole * self.work.down / self.work.weights
 
     @property
     def products(self) -> float:
         """Of the layers: linear modules and attention, whose backward pass is two and a half forward ones."""
-        return self._products(2 + self.recomputed, 3.5 + self.again - (self.config.remat == "attention"))
+        attention = 3.5 if keeps_attention(self.config.planned_remat) else 3.5 + self.again
+        return self._products(2 + self.recomputed, attention)
 
     @property
     def forward_products(self) -> float:
@@ -160,7 +167,7 @@ class MicroBatch:
         dequantised = self.work.weights * dequantisations * (self.work.weight_bytes + wide) / self.parts
         of_width = BYTES_A_WIDTH * shapes.hidden_size
         element_wise = of_width + BYTES_AN_INTERMEDIATE * shapes.intermediate_size / self.parts
-        of_token = element_wise * passes + keepings * _kept_bytes(self.config, shapes)
+        of_token = element_wise * passes + keepings * self._kept_bytes
         return shapes.num_layers * (dequantised + self.tokens * of_token) / self.bandwidth
 
     def waiting(self, times: int) -> float:
@@ -195,8 +202,8 @@ class MicroBatch:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Of a layer's input, where it waits in host memory."""
-        return 2 * self.tokens * self.work.shapes.hidden_size if self.config.offload.activations else 0
+        """Of what a layer keeps for its backward pass, where that waits in host memory."""
+        return round(self.tokens * self._kept_bytes) if self.config.offload.activations else 0
 
     @property
     def layer_bytes(self) -> float:
@@ -232,14 +239,9 @@ class MicroBatch:
         size = 2 * 2 * self.tokens * self.work.shapes.hidden_size * (self.parts - 1) / self.parts
         return self.work.shapes.num_layers * sums * (size / (self.link.gpu_gb_s * 1e9) + LATENCY)
 
-
-def _kept_bytes(config: TrainConfig, shapes: ModelConfig) -> int:
-    """Bytes that the forward pass keeps of a layer's token for the backward pass, written and read."""
-    heads = (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim
-    match config.remat:
-        case "none":
-            return 2 * (6 * shapes.hidden_size + 3 * heads + 4 * shapes.intermediate_size)
-        case "attention":
-            return 2 * (shapes.hidden_size + shapes.num_heads * shapes.head_dim)
-        case _:
-            return 2 * shapes.hidden_size
+    @property
+    def _kept_bytes(self) -> float:
+        """Of a token, that a layer keeps for the backward pass."""
+        shapes = self.work.shapes
+        elements = kept_elements(self.config.planned_remat, shapes, shapes.num_layers, self.parts)
+        return 2 * elements / shapes.num_layers

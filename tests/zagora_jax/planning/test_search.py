@@ -223,7 +223,7 @@ def find_model_shapes(size):
             "--strategy fdsp: not known; the nearest is fsdp; all: one-device, fsdp",
         ),
         ({"strategy": "replicas"}, "--strategy replicas: does not go with 1 device; what does: one-device"),
-        ({"remat": "most"}, r"--remat most: not known; (the nearest is \w+; )?all: full, attention, nested, none"),
+        ({"remat": "most"}, r"--remat most: not known; (the nearest is \w+; )?all: auto, full, attention, mlp, none"),
     ],
 )
 def test_options_that_leave_nothing_are_refused(options, message):
@@ -254,7 +254,7 @@ def test_where_nothing_fits_each_single_change_would_do():
 
 
 def test_what_was_held_fast_is_let_go_first():
-    choice, _ = search(model_size="8B", remat="none", sequence_length=8192)
+    choice, _ = search(model_size="8B", remat="none", sequence_length=8192, offload={"activations": False})
     assert not choice.fits
     assert ("without --remat none",) in choice.changes
 
