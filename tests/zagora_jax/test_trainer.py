@@ -94,8 +94,8 @@ def run(folder):
         events.append("step")
         return take_step(self, step, state, number)
 
-    def observed_load(self, on_tensor, destination, say):
-        frozen.append(load(self, on_tensor, destination, say))
+    def observed_load(self, on_tensor, **options):
+        frozen.append(load(self, on_tensor, **options))
         before.extend(as_bytes(frozen[0]))
         return frozen[0]
 
