@@ -144,7 +144,8 @@ def batches(config: TrainConfig, vocabulary: int, rows_divisor: int, steps: int)
 
 def child(known: argparse.Namespace, options: list[str]) -> None:
     """Measure one source in this process."""
-    streamed = [] if known.child == "resident" else ["--offload.weights", "all", "--offload.weights-from", known.child]
+    streamed = ["--offload.weights", known.streamed, "--offload.weights-from", known.child]
+    streamed = [] if known.child == "resident" else streamed
     config = parse(TrainConfig, ["--model", str(known.folder / "model"), *streamed, *options])
     allow_pinned_memory(config)
     if config.device_memory_limit is not None and known.child != "resident":
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", required=True, metavar="MxAxS")
     parser.add_argument("--sources", nargs="+", default=["host", "disk"])
     parser.add_argument("--steps", type=int, default=3, help="of each shape; the first one warms up")
+    parser.add_argument("--streamed", default="all", help="layers that are streamed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     known, options = parser.parse_known_args()
     if known.child:
