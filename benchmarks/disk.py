@@ -51,6 +51,7 @@ from zagora_jax.distribution import Distribution
 from zagora_jax.frozen_weights import load_weights
 from zagora_jax.host_memory import allow_pinned_memory
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.option_groups import OffloadConfig
 from zagora_jax.planning import compile_planned
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.train_state import initial_state
@@ -147,8 +148,10 @@ def child(known: argparse.Namespace, options: list[str]) -> None:
     streamed = ["--offload.weights", known.streamed, "--offload.weights-from", known.child]
     streamed = [] if known.child == "resident" else streamed
     config = parse(TrainConfig, ["--model", str(known.folder / "model"), *streamed, *options])
+    if known.child == "resident":  # everything
+        config = config.model_copy(update={"offload": OffloadConfig(), "device_memory_limit": None})
     allow_pinned_memory(config)
-    if config.device_memory_limit is not None and known.child != "resident":
+    if config.device_memory_limit is not None:
         limit_memory(config.device_memory_limit)
     base, mesh = opened(known, config), choose_mesh(config)
     drop(known.folder)
@@ -188,10 +191,11 @@ def child(known: argparse.Namespace, options: list[str]) -> None:
             )
     if feed is not None:
         feed.close()
+    planned = max(step.planned_memory().values()) / GIB
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     pinned = max(step.planned_host_memory().values()) / GIB
     print(f"{known.child}: {held:.1f} GiB of host memory at most, {pinned:.1f} pinned by the last step, "
-          f"{peak_memory_gib() or 0:.2f} GiB on the device")  # fmt: skip
+          f"{peak_memory_gib() or 0:.2f} GiB on the device, planned {planned:.2f}")  # fmt: skip
 
 
 def main() -> None:
