@@ -48,7 +48,7 @@ def run(program, *, stopped_for=0.0):
 def test_what_hangs_is_named_and_ends_the_process():
     status, _, errors = run("with watched('reading x', advice='Look at the disk'):\n    forever()")
     assert status == FAILED
-    assert re.search(r"^warning: reading x: hangs: nothing has come of it for 1 s", errors, re.MULTILINE)
+    assert re.search(r"^warning: reading x: hangs: nothing has come of it for \d s", errors, re.MULTILINE)
     assert re.search(r"^error: reading x: hangs: nothing .* for 2 s.*\nLook at the disk$", errors, re.MULTILINE)
 
 
@@ -136,7 +136,7 @@ def test_work_in_time_returns_and_raises():
 def test_work_that_is_not_done_in_time_is_named(monkeypatch):
     monkeypatch.setattr(hanging, "ENDED_AFTER", 0.2)
     monkeypatch.setattr(hanging, "_hung", False)
-    with pytest.raises(UserError, match=r"sleeping: hangs: nothing has come of it for 0 s(.*\n)*Wake it up"):
+    with pytest.raises(UserError, match=r"sleeping: hangs: nothing has come of it for \d+ s(.*\n)*Wake it up"):
         in_time("sleeping", lambda: time.sleep(1), "Wake it up")
 
 
@@ -165,7 +165,7 @@ def configure(folder, run, **options):
         (": batch 6$", "making the next batch", "batches.py", [1, 3, 5]),  # step 5, when the sixth batch does not come
         (": step 6$", "step 6", None, [1, 3]),
         (r"rename .*/checkpoints/3$", "saving step 3", "run_state.py", [1]),
-        ("read model.layers.1", "reading tensor model.layers.1", "reading.py", []),
+        pytest.param("read model.layers.1", "reading tensor model.layers.1", "reading.py", [], marks=pytest.mark.slow),
     ],
     ids=["batches", "step", "save", "weights"],
 )
