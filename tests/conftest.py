@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_LONGEST = ("resume", "distribution", "trainer", "tensor_parallel", "real_tune", "pipeline", "contracts", "streaming")
-LONGEST = [f"test_{name}.py" for name in _LONGEST]
+_LONGEST = "resume hanging every_strategy distribution trainer tensor_parallel real_tune pipeline contracts streaming"
+LONGEST = [f"test_{name}.py" for name in _LONGEST.split()]
 MOST_MEMORY = 3 * 2**30  # bytes of a process of tests, before it forgets compiled programs
 
 _CACHES = tempfile.TemporaryDirectory(prefix="caches-")
