@@ -86,7 +86,11 @@ def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
     with reporter.loading(tuned.base.parameter_count()) as on_tensor:
         frozen = load_weights(tuned.base, arrangement, on_tensor, reporter.say)
     step = compile_evaluation(forward_options(run_config, tuned.base), arrangement, frozen, batches)
-    return evaluate(step, arrangement.put_adapters(tuned.adapters), batches.epoch(0))
+    try:
+        return evaluate(step, arrangement.put_adapters(tuned.adapters), batches.epoch(0))
+    finally:
+        if arrangement.feed is not None:
+            arrangement.feed.close()
 
 
 def _laid_out_here(config: TrainConfig) -> tuple[TrainConfig, Mesh]:

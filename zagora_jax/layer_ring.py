@@ -83,11 +83,13 @@ class LayerRing:
             self._asked[device] = number + 1
             self._changed.notify_all()
             started = time.perf_counter()
-            self._changed.wait_for(lambda: self._held[layer % self.slots] == layer or self.failure is not None)
+            self._changed.wait_for(
+                lambda: self._held[layer % self.slots] == layer or self.failure is not None or self._closed
+            )
             self.waited[device] += time.perf_counter() - started
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Let the threads end; layers are not waited for any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import jax
 import numpy as np
 import oracles
 import pytest
@@ -17,6 +18,14 @@ from zagora_jax.option_groups import LoraConfig, OffloadConfig
 from zagora_jax.trainer import train
 
 LAYERS, STEPS = 6, 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These tests compile far more than they compute."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
