@@ -76,6 +76,22 @@ def test_a_save_is_finished_before_other_work_ends_the_process():
     assert "error: step 7: hangs" in errors
 
 
+def test_what_goes_on_while_a_save_is_waited_for_does_not_end_the_process():
+    program = """
+        def save():
+            with watched('saving', slow=True, longer=10, saves=True):
+                time.sleep(4)
+        threading.Thread(target=save).start()
+        with watched('step 7'):
+            time.sleep(3)
+        time.sleep(2)
+        print('went on')
+    """
+    status, output, errors = run(program)
+    assert (status, output) == (0, "went on\n")
+    assert "step 7: goes on after all" in errors
+
+
 def test_a_save_that_hangs_too_is_not_waited_for_longer_than_it_may_take():
     program = """
         def save():
