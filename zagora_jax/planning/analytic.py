@@ -39,6 +39,7 @@ STREAMED_LAYERS, STREAMED_HIDDENS = 2, 2
 # devices there was none.
 STAGE_GRADIENTS = 2.7
 AHEAD_INTERMEDIATES, AHEAD_HIDDENS = 4, 4  # of each resident layer in a turn of the loop
+LEAD = 0.18  # of such a layer, where some stand before the loop
 TURNING_HIDDENS, TURNING_LOGITS = 6.9, 3.0  # the same where the loss is computed, and the logits of a piece of it
 
 
@@ -113,7 +114,7 @@ def _computed_ahead(
     """
     elements = AHEAD_INTERMEDIATES * model.intermediate_size + AHEAD_HIDDENS * model.hidden_size
     of_layer = _width(config) * config.micro_batch_size * config.sequence_length * elements
-    ahead = of_layer * stream.resident
+    ahead = of_layer * (stream.resident + (LEAD if stream.lead else 0))
     room = ahead if device is None else max(0.0, TIGHT * device - memory.peak)
     return replace(memory, workspace=memory.workspace + round(min(ahead, room)))
 

@@ -110,13 +110,19 @@ def make_plan(config: ConfigureConfig, say: Say) -> Plan:
     choice = choose(config, evaluator)
     chosen = choice.chosen
     host = evaluator.host(chosen)
-    notes = (*model.notes, *machine.notes, *evaluator.notes, *_pinned_notes(host))
+    notes = (*model.notes, *machine.notes, *evaluator.notes, *_pinned_notes(host), *_embedding_notes(config, choice))
     return Plan(config, model, machine, choice, host, rows, _duration(config, chosen, rows), notes, asked_length)
 
 
 def _pinned_notes(host: HostNeeds) -> Iterator[str]:
     if host.pinned and host.memory_there is None:
         yield f"--host-memory was not given: the host is taken to have the {host.memory / GIB:.0f} GiB that this needs"
+
+
+def _embedding_notes(config: ConfigureConfig, choice: Choice) -> Iterator[str]:
+    embeddings = choice.chosen.candidate.config.embeddings
+    if choice.fits and config.embeddings is None and embeddings != "none":
+        yield f"nothing fits with the embedding and the head as they are: they are held in {embeddings}, less exactly"
 
 
 def _count_rows(config: ConfigureConfig, model: PlannedModel) -> Rows:

@@ -1,6 +1,7 @@
 """The plan as a picture: a stacked bar of memory for each card, against what it has."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 from zagora_jax.errors import UserError
@@ -33,6 +34,8 @@ def check_plot(path: Path) -> None:
         raise UserError(f"--plot {path}: expected a name that ends with {', '.join(FORMATS)}")
     if not path.parent.is_dir():
         raise UserError(f"--plot {path}: the folder {path.parent} does not exist")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"--plot {path}: is a folder, or stands in one that cannot be written to")
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -12,6 +12,7 @@ from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.plan import GIB, Plan
 
 BAR = 60  # characters
+LEAST_SHOWN = GIB // 200  # less would be printed as 0.00
 COLOURS = {
     "weights": "blue",
     "lora": "cyan",
@@ -74,6 +75,8 @@ def _bars(plan: Plan) -> Table:
         table.add_row(f"{name} {number}", _bar(parts_of(plan, memory), total, widest), f"{total / GIB:.2f} GiB")
     legend = Text()
     for name, size in parts_of(plan, plan.choice.chosen.memory).items():
+        if size < LEAST_SHOWN:
+            continue
         legend.append("■ ", style=COLOURS[name])
         legend.append(f"{NAMES.get(name, name)} {size / GIB:.2f}  ")
     table.add_row("", legend)
@@ -120,7 +123,7 @@ def _lines(plan: Plan) -> Iterable[tuple[str, str]]:
     if plan.choice.largest_micro_batch is not None:
         yield (
             "largest micro-batch",
-            f"at least {plan.choice.largest_micro_batch.value} rows a card, as chosen otherwise",
+            f"at least {_rows(plan.choice.largest_micro_batch.value)} a card, as chosen otherwise",
         )
     there = "" if host.memory_there is None else f" of {host.memory_there / GIB:.1f}"
     yield "host memory", f"{host.memory / GIB:.1f}{there} GiB ({host.pinned / GIB:.1f} pinned for the cards)"
@@ -131,6 +134,10 @@ def _lines(plan: Plan) -> Iterable[tuple[str, str]]:
     if plan.duration is not None:
         cost = "" if plan.duration.cost is None else f", {plan.duration.cost:,.2f} at the given price"
         yield "run", f"{plan.duration.steps:,} steps, {_clock(plan.duration.seconds)}{cost}"
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
 
 
 def _clock(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """The configuration that `configure` writes for `train`."""
 
 import math
+import os
 from pathlib import Path
 
 from zagora_jax.checkpoints.synthetic import PREFIX
@@ -25,6 +26,8 @@ def check_train_file(config: ConfigureConfig, path: Path) -> None:
         raise UserError(f"--output {path}: stands there and was not written by configure; name another, or remove it")
     if not path.parent.is_dir():
         raise UserError(f"--output {path}: the folder {path.parent} does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"--output {path}: the folder {path.parent} cannot be written to")
     if config.model is not None and not config.model.startswith(PREFIX) and config.data is None:
         raise UserError(f"--output {path}: train needs rows to train on: give --data too")
 
