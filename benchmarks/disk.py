@@ -19,6 +19,7 @@ Remove FOLDER afterwards; a second run uses the entry in it again.
 
 import argparse
 import json
+import os
 import resource
 import struct
 import subprocess
@@ -209,11 +210,15 @@ def main() -> None:
     parser.add_argument("--streamed", default="all", help="layers that are streamed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     known, options = parser.parse_known_args()
+    if known.child == "prepare":
+        write_model(known.folder / "model", known.model, known.layers)
+        fill_cache(opened(known, parse(TrainConfig, ["--model", str(known.folder / "model"), *options])))
+        return
     if known.child:
         child(known, options)
         return
-    write_model(known.folder / "model", known.model, known.layers)
-    fill_cache(opened(known, parse(TrainConfig, ["--model", str(known.folder / "model"), *options])))
+    command = [sys.executable, __file__, *sys.argv[1:], "--child"]
+    subprocess.run([*command, "prepare"], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     (entry,) = (known.folder / "cache").iterdir()
     drop(known.folder)
     rate = read_plainly(entry, READERS)
@@ -221,7 +226,7 @@ def main() -> None:
     print(f"disk: {size:.1f} GB of layers at {rate:.2f} GB/s by {READERS} threads: twice in {2 * size / rate:.1f} s",
           flush=True)  # fmt: skip
     for source in known.sources:
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", source], check=True)
+        subprocess.run([*command, source], check=True)
 
 
 if __name__ == "__main__":
