@@ -71,8 +71,7 @@ class LayerFile:
         """Read consecutive bytes: into the first of each list of arrays, and from there into the others.
 
         Raises:
-            DamagedCacheError: the file has become shorter, or its bytes others.
-            OSError: the disk fails.
+            DamagedCacheError: the file has become shorter, or its bytes others, or the disk fails.
         """
         hashed, firsts = xxhash.xxh3_128(), [same[0].data for same in targets]
         size = sum(map(len, firsts))
@@ -89,7 +88,10 @@ class LayerFile:
 
     def _fill(self, views: list[memoryview], offset: int) -> None:
         while views:
-            count = os.preadv(self._file, views, offset)
+            try:
+                count = os.preadv(self._file, views, offset)
+            except OSError as error:
+                raise DamagedCacheError(self._layer.path, f"cannot be read: {error.strerror}") from error
             if not count:
                 raise DamagedCacheError(self._layer.path, f"expected more than its {offset:,} bytes")
             offset += count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import oracles
 import pytest
@@ -33,8 +35,11 @@ def read(layer, sizes, share_bytes, row_bytes):
     rows = {0: [np.zeros(row_bytes, np.uint8)], 1: [np.zeros(row_bytes, np.uint8) for _ in range(2)]}
     places = {CODES: shares(sizes[CODES], share_bytes, START), SCALES: shares(sizes[SCALES], START, 0)}
     file = LayerFile(layer, places)
-    for job in file.jobs(rows):
-        job()
+    try:
+        for job in file.jobs(rows):
+            job()
+    finally:
+        file.close()
     return rows
 
 
@@ -66,6 +71,18 @@ def test_damage_is_noticed(layer, damage):
         read(found, sizes, sizes[CODES], START + sizes[CODES])
 
 
+def test_a_disk_that_fails_is_named(layer, monkeypatch):
+    found, arrays = layer
+
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    sizes = {name: len(array) for name, array in arrays.items()}
+    with pytest.raises(DamagedCacheError, match=r"layer-00001\..*: cannot be read: Input/output error"):
+        read(found, sizes, sizes[CODES], START + sizes[CODES])
+
+
 def test_a_file_that_is_removed_is_read_to_the_end(layer):
     found, arrays = layer
     codes = arrays[CODES]
@@ -74,4 +91,5 @@ def test_a_file_that_is_removed_is_read_to_the_end(layer):
     found.path.unlink()
     for job in file.jobs({0: [row]}):
         job()
+    file.close()
     np.testing.assert_array_equal(row, codes)
