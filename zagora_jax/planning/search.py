@@ -140,15 +140,7 @@ def _alternatives(found: Sequence[Evaluated], chosen: Evaluated, evaluator: Eval
 def _longest_sequence(found: Sequence[Evaluated], evaluator: Evaluator) -> Bound | None:
     """Search over all kinds of settings: the longest is that of one which keeps little."""
     best: Bound | None = None
-    configs = [evaluated.candidate.config for evaluated in found]
-    moments = min(configs, key=lambda config: (config.optimizer != "adamw_8bit", not config.offload.optimizer))
-    for candidate in {e.candidate.kind: e.candidate for e in found}.values():
-        least: dict[str, Any] = {"micro_batch_size": 1, "optimizer": moments.optimizer}
-        least |= {"offload__optimizer": True} if moments.offload.optimizer else {}
-        if candidate.config.streamed_weights != "none":
-            weights = [e.candidate.config.offload.weights for e in found if e.candidate.kind == candidate.kind]
-            least |= {"gradient_accumulation_steps": 1, "offload__weights": max(weights, key=lambda n: (n == "all", n))}
-        smallest = candidate.changed(**least)
+    for smallest in _smallest(found):
 
         def at(length: int, smallest: Candidate = smallest) -> Candidate:
             return smallest.changed(sequence_length=length * SEQUENCE_MULTIPLE)
@@ -157,6 +149,19 @@ def _longest_sequence(found: Sequence[Evaluated], evaluator: Evaluator) -> Bound
         if bound is not None and (best is None or bound.value * SEQUENCE_MULTIPLE > best.value):
             best = Bound(bound.value * SEQUENCE_MULTIPLE, bound.by)
     return best
+
+
+def _smallest(found: Sequence[Evaluated]) -> Iterator[Candidate]:
+    """Yield of each kind of settings what keeps least; moments on the device and on the host, where room may lack."""
+    moments = {(e.candidate.config.optimizer, e.candidate.config.offload.optimizer) for e in found}
+    smaller = [pair for pair in sorted(moments) if pair[0] == max(name for name, _ in moments)]  # adamw_8bit, if any
+    for candidate in {e.candidate.kind: e.candidate for e in found}.values():
+        least: dict[str, Any] = {"micro_batch_size": 1}
+        if candidate.config.streamed_weights != "none":
+            weights = [e.candidate.config.offload.weights for e in found if e.candidate.kind == candidate.kind]
+            least |= {"gradient_accumulation_steps": 1, "offload__weights": max(weights, key=lambda n: (n == "all", n))}
+        for optimizer, on_host in smaller:
+            yield candidate.changed(**least, optimizer=optimizer, **({"offload__optimizer": True} if on_host else {}))
 
 
 def _largest_micro_batch(chosen: Evaluated, evaluator: Evaluator) -> Bound | None:
