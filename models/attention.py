@@ -50,7 +50,14 @@ class Window:
 EVERYTHING = Window()
 
 
-def choose_kernel(requested: str, platform: str, packing: bool, dtype: jax.typing.DTypeLike, head_dim: int) -> str:
+def choose_kernel(
+    requested: str,
+    platform: str,
+    packing: bool,
+    dtype: jax.typing.DTypeLike,
+    head_dim: int,
+    softcap: float | None = None,
+) -> str:
     """Return the kernel to use: what was requested, or the fastest that applies where that is "auto".
 
     Args:
@@ -59,6 +66,7 @@ def choose_kernel(requested: str, platform: str, packing: bool, dtype: jax.typin
         packing: whether a sequence holds several rows.
         dtype: of queries, keys and values.
         head_dim: size of a head.
+        softcap: see `attention`.
 
     Raises:
         ValueError: an unknown kernel, or one that cannot do what is asked; says why.
@@ -66,6 +74,8 @@ def choose_kernel(requested: str, platform: str, packing: bool, dtype: jax.typin
     if requested not in ("auto", *KERNELS):
         raise ValueError(f"attention {requested!r} is not known; accepted values: auto, {', '.join(KERNELS)}")
     obstacle = _cudnn_obstacle(platform, packing, dtype, head_dim)
+    if softcap is not None and obstacle is None:
+        obstacle = "it does not cap scores, as this model does"
     if requested == "auto":
         return "cudnn" if obstacle is None else "chunked"
     if requested == "cudnn" and obstacle is not None:
@@ -94,6 +104,7 @@ def attention(
     segment_ids: jax.Array | None,
     kernel: str,
     window: Window = EVERYTHING,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attend causally, each row of a packed sequence by itself.
 
@@ -108,6 +119,7 @@ def attention(
             segment like any other. None where each sequence is one row (padding at its end is then unseen).
         kernel: one of KERNELS.
         window: how far back a token sees.
+        softcap: scaled scores s become softcap * tanh(s / softcap), as in Gemma 2.
 
     Returns:
         [B, S, H, D] in q.dtype.
@@ -116,17 +128,21 @@ def attention(
         ValueError: segment ids with a kernel that takes none, or an unknown kernel.
     """
     if kernel == "chunked":
-        return _chunked(q, k, v, segment_ids, window.limit(q.shape[1]))
+        return _chunked(q, k, v, segment_ids, window.limit(q.shape[1]), softcap)
     if kernel == "reference":
-        return _reference(q, k, v, segment_ids, window.limit(q.shape[1]))
+        return _reference(q, k, v, segment_ids, window.limit(q.shape[1]), softcap)
     if kernel == "cudnn":
         if segment_ids is not None:
             raise ValueError("attention kernel 'cudnn' takes no segment_ids; use 'chunked' for packed rows")
+        if softcap is not None:
+            raise ValueError("attention kernel 'cudnn' does not cap scores; use 'chunked'")
         return jax.lax.switch(window.index, [functools.partial(_cudnn, size) for size in window.sizes], q, k, v)
     raise ValueError(f"attention kernel {kernel!r} is not known; accepted values: {', '.join(KERNELS)}")
 
 
-def decode_attention(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, valid: jax.Array) -> jax.Array:
+def decode_attention(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, valid: jax.Array, softcap: float | None = None
+) -> jax.Array:
     """Attend from a few new tokens to a cache. Scores [B, H, Q, T] are materialised.
 
     Args:
@@ -135,12 +151,13 @@ def decode_attention(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, valid
         v_cache: [B, T, KV, D].
         valid: bool [B, T], the cache entries that all queries see, or [B, Q, T], those that each sees. A query
             that sees none gets zeros.
+        softcap: see `attention`.
 
     Returns:
         [B, Q, H, D] in q.dtype.
     """
     mask = valid[:, None, :] if valid.ndim == 2 else valid
-    return _materialised(q, k_cache, v_cache, mask)
+    return _materialised(q, k_cache, v_cache, mask, softcap)
 
 
 def _cudnn(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -149,7 +166,12 @@ def _cudnn(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.
 
 
 def _reference(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    window: jax.Array | None,
+    softcap: float | None,
 ) -> jax.Array:
     order = jnp.arange(q.shape[1])
     mask = (order[:, None] >= order)[None]  # [1, S, S]
@@ -157,13 +179,13 @@ def _reference(
         mask &= order[:, None] - order < window
     if segment_ids is not None:
         mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
-    return _materialised(q, k, v, mask)
+    return _materialised(q, k, v, mask, softcap)
 
 
-def _materialised(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def _materialised(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, softcap: float | None) -> jax.Array:
     """Softmax attention of q [B, Q, H, D] over k and v [B, T, KV, D] where mask [B, Q, T] is true."""
     mask = mask[:, None, :, None, :]
-    scores = jnp.where(mask, _scores(_group_heads(q, k), k), MASKED)  # [B, KV, Q, G, T]
+    scores = jnp.where(mask, _capped(_scores(_group_heads(q, k), k), softcap), MASKED)  # [B, KV, Q, G, T]
     weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1), 0.0).astype(v.dtype)
     return _einsum("bkqgt,btkd->bqkgd", weights, v).astype(q.dtype).reshape(q.shape)
 
@@ -178,24 +200,38 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
     return _einsum("bqkgd,btkd->bkqgt", q, k) / math.sqrt(q.shape[-1])
 
 
+def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 # Flash attention (arXiv:2205.14135, arXiv:2307.08691): one loop over pairs of a query block and a key block.
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _chunked(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    window: jax.Array | None,
+    softcap: float | None,
 ) -> jax.Array:
-    return _chunked_forward(q, k, v, segment_ids, window)[0]
+    return _chunked_forward(q, k, v, segment_ids, window, softcap)[0]
 
 
 def _chunked_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    window: jax.Array | None,
+    softcap: float | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Return the output, and what the backward pass needs: the inputs, the output and log(sum(exp(scores)))."""
-    blocks = _Blocks.of(q, segment_ids, window)
+    blocks = _Blocks.of(q, segment_ids, window, softcap)
     queries, keys, values = blocks.pad(_group_heads(q, k)), blocks.pad(k), blocks.pad(v)
 
     def attend(i: jax.Array, j: jax.Array, carry: Arrays) -> Arrays:
@@ -222,11 +258,11 @@ def _chunked_forward(
 
 
 def _chunked_backward(
-    residuals: tuple[jax.Array, ...], d_out: jax.Array
+    softcap: float | None, residuals: tuple[jax.Array, ...], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     """Compute each pair's weights again, and the gradients from them."""
     q, k, v, segment_ids, window, out, log_total = residuals
-    blocks = _Blocks.of(q, segment_ids, window)
+    blocks = _Blocks.of(q, segment_ids, window, softcap)
     queries, keys, values = blocks.pad(_group_heads(q, k)), blocks.pad(k), blocks.pad(v)
     # With p = softmax(s): ds = p (dp - shift), shift = sum_t p_t dp_t = d_out . out.
     shift = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
@@ -240,6 +276,8 @@ def _chunked_backward(
         d_out_i = blocks.take(d_out, i)
         d_weights = _einsum("bqkgd,btkd->bkqgt", d_out_i, blocks.take(values, j))
         d_scores = weights * (d_weights - blocks.take(shift, i, axis=2)[..., None]) / math.sqrt(q.shape[-1])
+        if softcap is not None:  # masked scores, whose weights are zeros, lie far below
+            d_scores = d_scores * (1 - jnp.square(jnp.maximum(scores / softcap, -1)))
         d_scores = d_scores.astype(q.dtype)
         dq = blocks.put(dq, blocks.take(dq, i) + _einsum("bkqgt,btkd->bqkgd", d_scores, k_j), i)
         dk = blocks.put(dk, blocks.take(dk, j) + _einsum("bkqgt,bqkgd->btkd", d_scores, q_i), j)
@@ -262,17 +300,20 @@ class _Blocks:
     count: int
     segment_ids: jax.Array | None  # [B, count * size]
     window: jax.Array | None  # []
+    softcap: float | None
 
     @classmethod
-    def of(cls, q: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None) -> "_Blocks":
+    def of(
+        cls, q: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None, softcap: float | None
+    ) -> "_Blocks":
         batch, length, heads, _ = q.shape
         largest = LARGEST_BLOCK
         while largest > SMALLEST_BLOCK and batch * heads * largest**2 > BLOCK_SCORES:
             largest //= 2
         count = math.ceil(length / largest)
         size = length if count == 1 else BLOCK_MULTIPLE * math.ceil(length / count / BLOCK_MULTIPLE)
-        unpadded = cls(size, count, segment_ids, window)
-        return cls(size, count, None if segment_ids is None else unpadded.pad(segment_ids), window)
+        unpadded = cls(size, count, segment_ids, window, softcap)
+        return cls(size, count, None if segment_ids is None else unpadded.pad(segment_ids), window, softcap)
 
     def pad(self, x: jax.Array) -> jax.Array:
         """Pad [B, S, ...] with zeros. What a padded query gives is cut off, and causality hides a padded key."""
@@ -322,4 +363,4 @@ class _Blocks:
             mask &= distance < self.window
         if self.segment_ids is not None:
             mask &= self.take(self.segment_ids, i)[:, :, None] == self.take(self.segment_ids, j)[:, None, :]
-        return jnp.where(mask[:, None, :, None, :], _scores(q_i, k_j), MASKED), q_i, k_j
+        return jnp.where(mask[:, None, :, None, :], _capped(_scores(q_i, k_j), self.softcap), MASKED), q_i, k_j

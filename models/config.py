@@ -23,6 +23,12 @@ class ModelConfig:
         windows: likewise, how many tokens a query sees, itself included; None is all before it.
         qk_norm: whether each head's queries and keys are normalised.
         fused: whether q, k and v are one projection, and gate and up another.
+        activation: of the feed-forward block: silu, or gelu_pytorch_tanh.
+        gemma: whether norms multiply by 1 + weight, and stand behind attention and feed-forward block too.
+        embedding_scale: what embeddings are multiplied by.
+        query_scale: what queries are multiplied by beside 1 / sqrt(head_dim).
+        attention_softcap, logit_softcap: scores and logits are capped at it, None: not.
+        local_rope: of the layers that have a window, where it is another.
     """
 
     vocab_size: int
@@ -43,6 +49,13 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     fused: bool
+    activation: str = "silu"
+    gemma: bool = False
+    embedding_scale: float = 1.0
+    query_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    local_rope: RopeConfig | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
@@ -74,6 +87,8 @@ class ModelConfig:
         num_layers = _positive(config, "num_hidden_layers")
         if num_layers > MOST_LAYERS:
             raise ValueError(f"config.json: num_hidden_layers is {num_layers}; expected {MOST_LAYERS} at most")
+        rope, local_rope = _ropes(config, family, head_dim, max_positions)
+        query_size = _positive_number(config, "query_pre_attn_scalar", head_dim) if family.gemma else head_dim
         return cls(
             vocab_size=_positive(config, "vocab_size"),
             hidden_size=hidden_size,
@@ -84,7 +99,7 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=_positive_number(config, "rms_norm_eps", 1e-6),
             max_positions=max_positions,
-            rope=_rope(config, family, head_dim, max_positions),
+            rope=rope,
             rotated=family.rotated(config, num_layers),
             windows=family.windows(config, num_layers),
             tie_embeddings=_flag(config, "tie_word_embeddings"),
@@ -93,6 +108,13 @@ class ModelConfig:
             mlp_bias=_bias(config, family.mlp_bias),
             qk_norm=family.qk_norm,
             fused=family.fused,
+            activation=config["hidden_act"],
+            gemma=family.gemma,
+            embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
+            query_scale=(head_dim / query_size) ** 0.5,
+            attention_softcap=_softcap(config, family, "attn_logit_softcapping"),
+            logit_softcap=_softcap(config, family, "final_logit_softcapping"),
+            local_rope=local_rope,
         )
 
 
@@ -113,8 +135,13 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if any(isinstance(block, Mapping) and "rope_theta" in block for block in blocks):
         defaults.pop("rope_theta", None)
     config = {key: value for key, value in {**defaults, **config}.items() if value is not None}
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"config.json: hidden_act {activation!r} is not supported; expected 'silu'")
+    if config.get("use_bidirectional_attention"):
+        raise ValueError("config.json: use_bidirectional_attention is not supported; expected false")
+    # Gemma's older files name another activation in hidden_act than what hidden_activation says is used.
+    activation = config.get("hidden_activation") if family.gemma else config.get("hidden_act")
+    config["hidden_act"] = activation or family.activations[0]
+    if config["hidden_act"] not in family.activations:
+        raise ValueError(f"config.json: hidden_act {activation!r} is not supported; expected {family.activations[0]!r}")
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         if dropout := config.get(key, 0.0):
             raise ValueError(f"config.json: {key} {dropout} is not supported; expected 0")
@@ -129,6 +156,27 @@ def _rope(config: Mapping[str, Any], family: Family, head_dim: int, max_position
             f"accepted values: {', '.join(family.rope_types)}"
         )
     return rope
+
+
+def _ropes(
+    config: Mapping[str, Any], family: Family, head_dim: int, max_positions: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Read the rotary embedding, and that of layers with a window, where they have their own."""
+    if not family.local_rope:
+        return _rope(config, family, head_dim, max_positions), None
+    plain = {
+        key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling", "rope_theta")
+    }
+    nested = config.get("rope_parameters")
+    if isinstance(nested, Mapping) and {"full_attention", "sliding_attention"} <= nested.keys():
+        of_all, of_windows = ({**plain, "rope_parameters": nested[f"{kind}_attention"]} for kind in ("full", "sliding"))
+    else:
+        of_all, of_windows = config, {**plain, "rope_theta": config["rope_local_base_freq"]}  # type: ignore[assignment]
+    return tuple(_rope(each, family, head_dim, max_positions) for each in (of_all, of_windows))  # type: ignore[return-value]
+
+
+def _softcap(config: Mapping[str, Any], family: Family, key: str) -> float | None:
+    return _positive_number(config, key, 1.0) if family.gemma and key in config else None
 
 
 def _bias(config: Mapping[str, Any], bias: bool | str) -> bool:

@@ -32,6 +32,10 @@ class Family:
         windows: for each layer, how many tokens a query sees, itself included; None is all before it.
         rotated: for each layer, whether queries and keys are rotated.
         rope_types: those that mean what they mean for Llama; None is all.
+        activations: of the feed-forward block; the first is that of a config that names none.
+        gemma: whether norms multiply by 1 + weight and stand behind attention and feed-forward block too, embeddings
+            are multiplied by the root of their size, and scores and logits are capped where config.json says so.
+        local_rope: whether layers with a window have a rotary embedding of their own.
     """
 
     defaults: Fields = field(default_factory=dict)
@@ -43,6 +47,9 @@ class Family:
     windows: Callable[[Fields, int], Windows] = _no_windows
     rotated: Callable[[Fields, int], tuple[bool, ...]] = _rotate_all
     rope_types: tuple[str, ...] | None = None
+    activations: tuple[str, ...] = ("silu",)
+    gemma: bool = False
+    local_rope: bool = False
 
 
 def _same_window(config: Fields, layers: int) -> Windows:
@@ -106,6 +113,22 @@ def _by_type(config: Fields, layers: int, window: int | None, is_windowed: Calla
     return tuple(kinds[kind] for kind in types)
 
 
+def _gemma_windows(config: Fields, layers: int) -> Windows:
+    """All but every n-th layer have the window, or as `layer_types` says."""
+    interval = config["sliding_window_pattern"]
+    if type(interval) is not int or interval < 1:
+        raise ValueError(f"config.json: sliding_window_pattern must be a positive integer, found {interval!r}")
+    return _by_type(config, layers, _window(config), lambda layer: (layer + 1) % interval != 0)
+
+
+_GEMMA = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GELU = ("gelu_pytorch_tanh",)
 _QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 
 # By model_type. Yi's published files are llama.
@@ -120,6 +143,36 @@ FAMILIES: Mapping[str, Family] = {
         fused=True,
         windows=_same_window,
         rope_types=("default",),  # by "yarn" an older Phi-3 means another one, with factors of its own
+    ),
+    "gemma2": Family(
+        defaults={
+            **_GEMMA,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows=_gemma_windows,
+        activations=_GELU,
+        gemma=True,
+    ),
+    "gemma3_text": Family(
+        defaults={
+            **_GEMMA,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window_pattern": 6,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        windows=_gemma_windows,
+        activations=_GELU,
+        gemma=True,
+        local_rope=True,
     ),
     "qwen2": Family(defaults={"num_key_value_heads": 32, **_QWEN}, qkv_bias=True, windows=_qwen_windows),
     "qwen3": Family(

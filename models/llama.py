@@ -45,6 +45,10 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 Module = TypeVar("Module", bound=nnx.Module)
 
 HEAD = "lm_head"
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,21 @@ class Ends:
 class RMSNorm(nnx.Module):
     """Root mean square normalisation (arXiv:1910.07467); statistics are float32 whatever the dtype."""
 
-    def __init__(self, size: int, eps: float, stack: tuple[int, ...] = (), *, of_heads: bool = False):
-        """Declare it; `of_heads`: each device normalises its own heads alone, where several compute a layer."""
+    def __init__(
+        self, size: int, eps: float, stack: tuple[int, ...] = (), *, of_heads: bool = False, offset: float = 0.0
+    ):
+        """Declare it.
+
+        Args:
+            size: of the last axis.
+            eps: added to the mean square.
+            stack: () for one norm, (L,) for L layers.
+            of_heads: whether each device normalises its own heads alone, where several compute a layer.
+            offset: added to the weight.
+        """
         axes = (*("layers",) * len(stack), "hidden")
         self.weight: Frozen | Adapter = Frozen(jax.ShapeDtypeStruct((*stack, size), jnp.float32), axes=axes)
-        self.size, self.eps, self.stack, self.of_heads = size, eps, stack, of_heads
+        self.size, self.eps, self.stack, self.of_heads, self.offset = size, eps, stack, of_heads, offset
 
     def train_in_full(self) -> None:
         """Declare the weight as trained; the last norm's is a stack of one."""
@@ -89,7 +103,7 @@ class RMSNorm(nnx.Module):
         """Normalise x [..., hidden] over its last axis."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (self._weight(placement) * wide).astype(x.dtype)
+        return ((self._weight(placement) + self.offset) * wide).astype(x.dtype)
 
     def _weight(self, placement: Placement) -> jax.Array:
         if isinstance(self.weight, Frozen):
@@ -113,10 +127,12 @@ class SelfAttention(nnx.Module):
             self.k_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias, axes=("kv_heads", "hidden"))
             self.v_proj = linear(config.hidden_size, kv_heads, bias=config.qkv_bias, axes=("kv_heads", "hidden"))
         self.o_proj = linear(heads, config.hidden_size, bias=config.o_bias, axes=("hidden", "heads"))
-        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, stack, of_heads=True)
+        offset = float(config.gemma)
+        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, stack, of_heads=True, offset=offset)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
         self.head_dim, self.group = config.head_dim, config.num_heads // config.num_kv_heads
+        self.query_scale = config.query_scale
 
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Any]:
         """Attend from x [B, S, hidden]; returns the same shape and what `attend` keeps."""
@@ -124,6 +140,7 @@ class SelfAttention(nnx.Module):
         q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in self._project(x, context))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, context.placement), self.k_norm(k, context.placement)
+        q = q if self.query_scale == 1 else q * jnp.asarray(self.query_scale, q.dtype)
         q = checkpoint_name(apply_rope(q, context.cos, context.sin), "query")  # [B, S, H, D]
         k = checkpoint_name(apply_rope(k, context.cos, context.sin), "key")  # [B, S, KV, D]
         v = checkpoint_name(v, "value")  # [B, S, KV, D]
@@ -151,6 +168,7 @@ class MLP(nnx.Module):
             self.gate_proj = linear(hidden, ffn, bias=bias, axes=("ffn", "hidden"))
             self.up_proj = linear(hidden, ffn, bias=bias, axes=("ffn", "hidden"))
         self.down_proj = linear(ffn, hidden, bias=bias, axes=("hidden", "ffn"))
+        self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: jax.Array, context: LayerContext) -> jax.Array:
         """Apply to x [B, S, hidden]."""
@@ -161,7 +179,7 @@ class MLP(nnx.Module):
             gate = context.apply(self.gate_proj, x)
             up = context.apply(self.up_proj, x)
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        return context.apply(self.down_proj, jax.nn.silu(gate) * up)
+        return context.apply(self.down_proj, self.activation(gate) * up)
 
 
 class DecoderLayer(nnx.Module):
@@ -171,14 +189,21 @@ class DecoderLayer(nnx.Module):
         linear = partial(Linear, quantization=quantization, dtype=dtype, stack=stack)
         self.self_attn = SelfAttention(config, linear, stack)
         self.mlp = MLP(config, linear)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack)
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, stack, offset=float(config.gemma))
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.pre_feedforward_layernorm = norm() if config.gemma else None
+        self.post_feedforward_layernorm = norm() if config.gemma else None
 
     def __call__(self, x: jax.Array, context: LayerContext) -> tuple[jax.Array, Any]:
         """Map x [B, S, hidden] to the same shape; also returns what `attend` keeps."""
-        attended, kept = self.self_attn(self.input_layernorm(x, context.placement), context)
-        x = checkpoint_name(x + attended, "residual")
-        return x + self.mlp(self.post_attention_layernorm(x, context.placement), context), kept
+        placement = context.placement
+        attended, kept = self.self_attn(self.input_layernorm(x, placement), context)
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x = checkpoint_name(x + attended, "residual")
+            return x + self.mlp(self.post_attention_layernorm(x, placement), context), kept
+        x = checkpoint_name(x + self.post_attention_layernorm(attended, placement), "residual")
+        fed = self.mlp(self.pre_feedforward_layernorm(x, placement), context)
+        return x + self.post_feedforward_layernorm(fed, placement), kept
 
 
 class Decoder(nnx.Module):
@@ -188,7 +213,8 @@ class Decoder(nnx.Module):
         embeds = ends.first or (ends.last and config.tie_embeddings)
         self.embed_tokens = Embedding((config.vocab_size, config.hidden_size), embeddings, dtype) if embeds else None
         self.layers = DecoderLayer(config, quantization=quantization, dtype=dtype, stack=(config.num_layers,))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if ends.last else None
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, offset=float(config.gemma))
+        self.norm = norm() if ends.last else None
 
 
 class Llama(nnx.Module):
@@ -277,7 +303,8 @@ class Llama(nnx.Module):
         """Return all logits of hidden [..., hidden], float32 [..., vocab]."""
         terms = self.head_terms(hidden.reshape(-1, hidden.shape[-1]))
         total = sum((tables.logits(term.hidden, term.table) for term in terms), jnp.float32(0))
-        return total.reshape(*hidden.shape[:-1], -1)
+        cap = self.config.logit_softcap
+        return (total if cap is None else cap * jnp.tanh(total / cap)).reshape(*hidden.shape[:-1], -1)
 
     def hidden_states(
         self,
@@ -313,11 +340,12 @@ class Llama(nnx.Module):
         Returns:
             The normalised last hidden states [B, S, hidden]; as the layers return them where others follow this part.
         """
-        tables = rope_tables(positions, self.config.rope, segment_ids)
+        tables = self._rope_tables(positions, segment_ids)
+        attend_to = partial(attention, kernel=kernel, softcap=self.config.attention_softcap)
 
         def context_of(kind: LayerKind, _: None) -> LayerContext:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-                return attention(q, k, v, segment_ids=segment_ids, kernel=kernel, window=kind.window), None
+                return attend_to(q, k, v, segment_ids=segment_ids, window=kind.window), None
 
             return LayerContext(*kind.rotation(*tables), attend, placement, dropout_keys)
 
@@ -371,7 +399,8 @@ class Llama(nnx.Module):
         def apart(array: jax.Array) -> jax.Array:
             return array.reshape(micro_batches, -1, *array.shape[1:])
 
-        tables = jax.tree.map(apart, rope_tables(joined(positions), self.config.rope, joined(segment_ids)))
+        tables = jax.tree.map(apart, self._rope_tables(joined(positions), joined(segment_ids)))
+        attend_to = partial(attention, kernel=kernel, softcap=self.config.attention_softcap)
         graph, frozen, adapters = split(self.model.layers)
         kinds = LayerKinds.of(self.config)
 
@@ -381,7 +410,7 @@ class Llama(nnx.Module):
             kind = kinds.of_layer(index)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-                return attention(q, k, v, segment_ids=segment_ids, kernel=kernel, window=kind.window), None
+                return attend_to(q, k, v, segment_ids=segment_ids, window=kind.window), None
 
             keys = _keys_of_layer(keys, index)
             context = replace(LayerContext(*kind.rotation(*tables), attend, placement, keys), layer=index)
@@ -424,7 +453,8 @@ class Llama(nnx.Module):
         Returns:
             The normalised last hidden states [B, Q, hidden], and the cache with these tokens in it.
         """
-        tables = rope_tables(positions, self.config.rope, None, length=positions.max(axis=1) + 1)
+        tables = self._rope_tables(positions, None, length=positions.max(axis=1) + 1)
+        softcap = self.config.attention_softcap
         distance = positions[:, :, None] - slot_positions[:, None, :]  # [B, Q, T]
         earlier = (distance >= 0) & (slot_positions >= 0)[:, None, :]
 
@@ -434,16 +464,26 @@ class Llama(nnx.Module):
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
                 extended = layer_cache.write(k, v, slot)
-                return decode_attention(q, extended.keys, extended.values, seen), extended
+                return decode_attention(q, extended.keys, extended.values, seen, softcap), extended
 
             return LayerContext(*kind.rotation(*tables), attend, LOCAL, dropout_keys=None)
 
         return self._run(self.embed(tokens, LOCAL), context_of, cache, "none", False, LOCAL, None)
 
+    def _rope_tables(
+        self, positions: jax.Array, segment_ids: jax.Array | None, length: jax.Array | None = None
+    ) -> tuple[Any, ...]:
+        """Return what `LayerKind.rotation` takes."""
+        cos, sin = rope_tables(positions, self.config.rope, segment_ids, length=length)
+        local = self.config.local_rope
+        return cos, sin, None if local is None else rope_tables(positions, local, segment_ids, length=length)
+
     def embed(self, tokens: jax.Array, placement: Placement) -> jax.Array:
         """Look up the input of the first layer [B, S, hidden]."""
         assert self.model.embed_tokens is not None, "only a part with the first layer takes tokens"
-        return self.model.embed_tokens.embed(tokens, placement, self.dtype)
+        x = self.model.embed_tokens.embed(tokens, placement, self.dtype)
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def _run(
         self,

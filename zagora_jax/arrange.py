@@ -32,6 +32,8 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     mesh = choose_mesh(config) if mesh is None else mesh
     _check(config, mesh)
     _check_ends(config, model)
+    if config.offload.embedding and model.config.embedding_scale != 1:
+        raise UserError("--offload.embedding: not for this family, which multiplies embeddings; leave it out")
     tensor_segments(model.config, mesh.shape["tensor"])  # refuses what cannot be cut
     stream = stream_of(config, model)
     if config.strategy != "layerwise":

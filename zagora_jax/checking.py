@@ -215,6 +215,7 @@ class _Check:
             packing=config.packing,
             dtype=config.compute_dtype,
             head_dim=base.model.config.head_dim,
+            softcap=base.model.config.attention_softcap,
         )
         smallest = min(self.gpus, default=None)
         memory = max(estimate_memory(config, Shapes(base), kernel, smallest), key=lambda stage: stage.peak)

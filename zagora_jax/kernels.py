@@ -23,6 +23,7 @@ def forward_options(config: TrainConfig, base: BaseModel, platform: str | None =
             packing=config.packing,
             dtype=config.compute_dtype,
             head_dim=base.model.config.head_dim,
+            softcap=base.model.config.attention_softcap,
         )
         if config.planned_remat == "nested":
             group_count(base.model.config.num_layers)

@@ -98,6 +98,7 @@ def head_loss(
         weights.reshape(-1),
         vocabulary=placement.vocabulary,
         trained=tuple(term.trained for term in terms),
+        softcap=model.config.logit_softcap,
     )
 
 

@@ -86,7 +86,9 @@ def test_the_defaults_are_those_of_transformers():
     ours, theirs = ModelConfig.from_hf({k: v for k, v in LLAMA_1.items() if k != "rms_norm_eps"}), LlamaConfig()
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.max_positions == theirs.max_position_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    rope = theirs.rope_parameters
+    assert ours.rope.theta == rope.get("full_attention", rope)["rope_theta"]
+    assert (ours.local_rope and ours.local_rope.theta) == rope.get("sliding_attention", {}).get("rope_theta")
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     assert (ours.qkv_bias, ours.mlp_bias) == (theirs.attention_bias, theirs.mlp_bias)
 
@@ -160,7 +162,9 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(family):
     assert (ours.num_kv_heads, ours.max_positions) == (theirs.num_key_value_heads, theirs.max_position_embeddings)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
     assert (ours.rms_norm_eps, ours.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    rope = theirs.rope_parameters
+    assert ours.rope.theta == rope.get("full_attention", rope)["rope_theta"]
+    assert (ours.local_rope and ours.local_rope.theta) == rope.get("sliding_attention", {}).get("rope_theta")
     assert ours == ModelConfig.from_hf(theirs.to_dict())
     windowed = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", [])]
     window = getattr(theirs, "sliding_window", None)

@@ -47,9 +47,35 @@ CASES = {
         rotated=(True, False, True),
     ),
     "phi3": Case("phi3", {"sliding_window": 7}, windows=(7, 7, 7)),
+    "gemma2": Case(
+        "gemma2",
+        {
+            "sliding_window": 5,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            # So small that they bend what the tiny model computes.
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        windows=(5, None, 5),
+    ),
+    "gemma3": Case(
+        "gemma3_text",
+        {
+            "sliding_window": 5,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+        windows=(5, None, 5),
+    ),
 }
 # One of a kind is enough where a second would compile nothing new.
-GRADIENT_CASES = ("qwen2 with windows", "qwen3", "smollm3", "phi3")
+GRADIENT_CASES = ("qwen2 with windows", "qwen3", "smollm3", "phi3", "gemma2", "gemma3")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,7 +104,7 @@ def test_gradients_equal_those_of_peft(tmp_path, monkeypatch, name):
     assert_gradients_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["mistral", "smollm3"])
+@pytest.mark.parametrize("name", ["mistral", "smollm3", "gemma2", "gemma3"])
 def test_greedy_generation_equals_that_of_transformers(tmp_path, name):
     from transformers import AutoModelForCausalLM
 
@@ -98,7 +124,7 @@ def test_greedy_generation_equals_that_of_transformers(tmp_path, name):
         assert answer == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3"])
 def test_a_merged_export_is_the_adapted_model(tmp_path, name):
     case = CASES[name]
     directory = oracles.tiny_model(tmp_path / "model", case.model_type, **case.config)

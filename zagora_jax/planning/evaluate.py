@@ -176,6 +176,7 @@ class Evaluator:
             packing=config.packing,
             dtype=config.compute_dtype,
             head_dim=self.model.base.model.config.head_dim,
+            softcap=self.model.base.model.config.attention_softcap,
         )
 
     def _compilable(self, config: TrainConfig) -> TrainConfig:
