@@ -300,11 +300,11 @@ class _Blocks:
     count: int
     segment_ids: jax.Array | None  # [B, count * size]
     window: jax.Array | None  # []
-    softcap: float | None
+    softcap: float | None = None
 
     @classmethod
     def of(
-        cls, q: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None, softcap: float | None
+        cls, q: jax.Array, segment_ids: jax.Array | None, window: jax.Array | None, softcap: float | None = None
     ) -> "_Blocks":
         batch, length, heads, _ = q.shape
         largest = LARGEST_BLOCK
