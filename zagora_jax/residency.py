@@ -91,7 +91,7 @@ def settle_source(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callabl
     source = config.offload.weights_from
     if config.streamed_weights == "none" or source == "host" or config.strategy == "layerwise":
         return config
-    problem = _problem(base)
+    problem = _problem(config, base)
     if source != "auto" and problem:
         raise UserError(f"--offload.weights-from {source}: {problem}")
     if source == "auto":
@@ -101,8 +101,10 @@ def settle_source(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callabl
     return config
 
 
-def _problem(base: BaseModel) -> str | None:
+def _problem(config: TrainConfig, base: BaseModel) -> str | None:
     """Say what is against reading layers from the disk while a program runs."""
+    if (initialization := config.lora.initialization) != "default":
+        return f"with --lora.initialization {initialization} the cache is not used; leave one of both out"
     if base.synthetic:
         return "random weights are in no file; leave it out"
     if base.quantized_cache is None:

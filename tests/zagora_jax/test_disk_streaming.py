@@ -128,3 +128,7 @@ def test_what_layers_cannot_be_read_from_is_refused(world, tmp_path):
     )
     with pytest.raises(UserError, match=r"--offload.weights-from disk: random weights are in no file"):
         train(synthetic, runs.recorder()[0])
+    # Layers without their principal part are in no file either.
+    pissa = configure(world, "pissa", "disk", lora=LoraConfig(rank=4, initialization="pissa"))
+    with pytest.raises(UserError, match=r"with --lora.initialization pissa the cache is not used"):
+        train(pissa, runs.recorder()[0])
