@@ -34,12 +34,13 @@ from zagora_jax.planning.model import PlannedModel
 RESULTS = Path(__file__).parent / "results" / "planned.jsonl"
 Settings = dict[str, Any]
 
-ONE: Settings = {"mesh.data": 1, "mesh.fsdp": 1}
+ONE: Settings = {"mesh.data": 1, "mesh.fsdp": 1, "remat": "full"}
 WAITING: Settings = {"offload.activations": True}
 CASES: dict[int, dict[str, Settings]] = {
     1: {
         "full": ONE,
         "attention": ONE | {"remat": "attention"},
+        "mlp": ONE | {"remat": "mlp"},
         "none": ONE | {"remat": "none"},
         "offload.activations": ONE | WAITING,
         "offload.optimizer": ONE | {"offload.optimizer": True},
@@ -56,10 +57,10 @@ CASES: dict[int, dict[str, Settings]] = {
         | {"offload.weights": "all", "micro_batch_size": 4, "gradient_accumulation_steps": 4},
     },
     2: {
-        "fsdp": {"mesh.data": 1, "mesh.fsdp": 2},
+        "fsdp": {"mesh.data": 1, "mesh.fsdp": 2, "remat": "full"},
         "fsdp, attention": {"mesh.data": 1, "mesh.fsdp": 2, "remat": "attention"},
-        "replicas": {"mesh.data": 2, "mesh.fsdp": 1},
-        "tensor": {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2},
+        "replicas": {"mesh.data": 2, "mesh.fsdp": 1, "remat": "full"},
+        "tensor": {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2, "remat": "full"},
         "fsdp, streaming all": {"mesh.data": 1, "mesh.fsdp": 2, "offload.weights": "all"},
     },
 }
