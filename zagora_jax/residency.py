@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from models.stream_order import StreamOrder
 from zagora_jax.arrange import arrange
 from zagora_jax.base import BaseModel
+from zagora_jax.checkpoints.load import is_stacked, trained_in_full
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import memory_limit
 from zagora_jax.distribution import Distribution
@@ -107,6 +108,8 @@ def _problem(config: TrainConfig, base: BaseModel) -> str | None:
         return f"with --lora.initialization {initialization} the cache is not used; leave one of both out"
     if base.synthetic:
         return "random weights are in no file; leave it out"
+    if any(map(is_stacked, trained_in_full(base.model))):
+        return "norms of layers are trained (--lora.modules-to-save), and the cache is not used; leave one of both out"
     if base.quantized_cache is None:
         return "there is no cache of quantised layers; give --quantized-cache a folder, or auto"
     try:

@@ -128,6 +128,9 @@ def test_what_layers_cannot_be_read_from_is_refused(world, tmp_path):
     )
     with pytest.raises(UserError, match=r"--offload.weights-from disk: random weights are in no file"):
         train(synthetic, runs.recorder()[0])
+    norms = configure(world, "norms", "disk", lora=LoraConfig(rank=4, modules_to_save=["input_layernorm"]))
+    with pytest.raises(UserError, match=r"norms of layers are trained .* and the cache is not used"):
+        train(norms, runs.recorder()[0])
     # Layers without their principal part are in no file either.
     pissa = configure(world, "pissa", "disk", lora=LoraConfig(rank=4, initialization="pissa"))
     with pytest.raises(UserError, match=r"with --lora.initialization pissa the cache is not used"):
