@@ -11,7 +11,13 @@ from sentencepiece import sentencepiece_model_pb2
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.huggingface import TEMPLATE_DIRECTORY, TOKENIZER_FILES
 from zagora_jax.checkpoints.json_files import parse_json_object
-from zagora_jax.checkpoints.tokenizer_json import TokenType, bos_template, sentencepiece_bpe
+from zagora_jax.checkpoints.tokenizer_json import (
+    TokenType,
+    as_unigram,
+    bos_template,
+    sentencepiece_bpe,
+    with_normalizer,
+)
 from zagora_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -120,11 +126,12 @@ def _convert_sentencepiece(data: bytes, config: dict[str, Any], source: str) -> 
             f"{source} is no SentencePiece model (Llama 3's, of the same name, lists tiktoken ranks): "
             "tokenizer.json is needed beside it."
         ) from error
-    if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
-        raise UserError(f"{source} is a SentencePiece model of another kind than BPE: {_HOW_TO_SAVE_JSON}")
+    is_unigram = proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM
+    if not is_unigram and proto.trainer_spec.model_type != proto.trainer_spec.BPE:
+        raise UserError(f"{source} is a SentencePiece model of another kind than BPE or unigram: {_HOW_TO_SAVE_JSON}")
     normalizer = proto.normalizer_spec
-    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
-        raise UserError(f"{source} normalises text ({normalizer.name}), unlike Llama's: {_HOW_TO_SAVE_JSON}")
+    if not normalizer.escape_whitespaces or proto.trainer_spec.treat_whitespace_as_suffix:
+        raise UserError(f"{source} writes spaces otherwise than as \u2581 before words: {_HOW_TO_SAVE_JSON}")
 
     tokens = [piece.piece for piece in proto.pieces]
     if not tokens or not all(isinstance(token, str) for token in tokens):  # protobuf gives bytes for broken UTF-8
@@ -136,6 +143,8 @@ def _convert_sentencepiece(data: bytes, config: dict[str, Any], source: str) -> 
         text = text["content"] if isinstance(text, dict) else text
         return tokens.index(text) if text in tokens else (types.index(kind) if kind in types else None)
 
+    if is_unigram and (TokenType.UNUSED in types or len(set(tokens)) < len(tokens)):
+        raise UserError(f"{source} has pieces that are never used, or that stand twice: {_HOW_TO_SAVE_JSON}")
     unknown = special("unk", TokenType.UNKNOWN, proto.trainer_spec.unk_piece)
     bos = special("bos", TokenType.CONTROL, proto.trainer_spec.bos_piece)
     eos = special("eos", TokenType.CONTROL, proto.trainer_spec.eos_piece)
@@ -152,6 +161,13 @@ def _convert_sentencepiece(data: bytes, config: dict[str, Any], source: str) -> 
             bos if config.get("add_bos_token") is not False else None,
             eos if config.get("add_eos_token") is True else None,
         ),
+    )
+    if is_unigram:
+        if unknown is None:
+            raise UserError(f"{source} is damaged: it has no unknown piece. Download it again.")
+        content = as_unigram(content, types, [piece.score for piece in proto.pieces], unknown)
+    content = with_normalizer(
+        content, normalizer.precompiled_charsmap, remove_extra_spaces=normalizer.remove_extra_whitespaces
     )
     numbers = {"unk_token": unknown, "bos_token": bos, "eos_token": eos}
     return content, {name: tokens[number] for name, number in numbers.items() if number is not None}

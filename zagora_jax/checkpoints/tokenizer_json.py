@@ -4,6 +4,7 @@ SentencePiece models and GGUF metadata describe the same two kinds of tokenizer:
 SentencePiece BPE with byte fallback, as Llama 1's. The tokenizers library reads https://huggingface.co/docs/tokenizers.
 """
 
+import base64
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -159,6 +160,44 @@ def sentencepiece_bpe(
             "merges": _merges_by_score(tokens, types, scores),
         },
     }
+
+
+def as_unigram(content: dict[str, Any], types: Sequence[int], scores: Sequence[float], unknown: int) -> dict[str, Any]:
+    """Make of a SentencePiece BPE tokenizer's content that of a unigram language model's (Kudo, arXiv:1804.10959).
+
+    Args:
+        content: What `sentencepiece_bpe` returned.
+        types: `TokenType` by id.
+        scores: Log probability by id.
+        unknown: Id of the unknown token.
+    """
+    vocabulary = [[token, score] for token, score in zip(content["model"]["vocab"], scores, strict=True)]
+    byte_fallback = TokenType.BYTE in types
+    model = {"type": "Unigram", "unk_id": unknown, "vocab": vocabulary, "byte_fallback": byte_fallback}
+    steps = [] if content["pre_tokenizer"] is None else [content["pre_tokenizer"]]
+    if byte_fallback:  # a byte stands for what no piece does, never for its own name in a text, which is cut apart
+        steps.append(_split("<(?=0x[0-9A-F]{2}>)"))
+    return {**content, "model": model, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps else None}
+
+
+def with_normalizer(content: dict[str, Any], charsmap: bytes, *, remove_extra_spaces: bool) -> dict[str, Any]:
+    """Normalise texts as a SentencePiece model does before anything else.
+
+    Args:
+        content: What `sentencepiece_bpe` or `as_unigram` returned.
+        charsmap: The model's rules, compiled by SentencePiece; none where empty.
+        remove_extra_spaces: Whether spaces at both ends go, and of several together all but one.
+    """
+    first: list[dict[str, Any]] = []
+    if charsmap:
+        first.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
+    if remove_extra_spaces:
+        for regex, replacement in ((r"\A +| +\z", ""), (" {2,}", " ")):
+            first.append({"type": "Replace", "pattern": {"Regex": regex}, "content": replacement})
+    if not first:
+        return content
+    later = [] if content["normalizer"] is None else content["normalizer"]["normalizers"]
+    return {**content, "normalizer": {"type": "Sequence", "normalizers": [*first, *later]}}
 
 
 def bos_template(tokens: Sequence[str], bos: int | None, eos: int | None) -> dict[str, Any]:

@@ -86,11 +86,61 @@ def test_sentencepiece_without_legacy_behaviour(tmp_path, sentencepiece_model):
     assert load(folder)(TEXT).input_ids == [*pieces.encode("Hello  world"), 2, *pieces.encode("x")[1:]]
 
 
+WORDS = ["some words and more words", "Schöne Grüße aus Zürich", "fine ½ ﬁne Ｆｕｌｌ width", "a  b\tc", "今日は 世界"]
+TEXTS = [
+    "some more words",
+    "  leading, inner   and trailing spaces  ",
+    "Grüße, ﬁne ½ and Ｆｕｌｌ\twidth\nlines",
+    "unknown: 🙂🙃 ∮ Ж",
+    "今日は世界",
+    "<0x41> is text",
+    " ",
+    "",
+]
+
+
+def trained(**options):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(WORDS * 30),
+        model_writer=model,
+        vocab_size=400,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        character_coverage=1.0,
+        **options,
+    )
+    return model.getvalue()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_type": "unigram", "byte_fallback": True, "normalization_rule_name": "identity"},
+        {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
+        {"model_type": "unigram", "normalization_rule_name": "nfkc_cf", "remove_extra_whitespaces": False},
+        {"model_type": "unigram", "byte_fallback": True, "add_dummy_prefix": False},
+        {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "nmt_nfkc"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_every_kind_gives_the_ids_of_sentencepiece(tmp_path, options):
+    model = trained(**options)
+    folder = large_folder(tmp_path)
+    (folder / "tokenizer.model").write_bytes(model)
+    ours, theirs = load(folder), sentencepiece.SentencePieceProcessor(model_proto=model)
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        assert ours(text, add_special_tokens=False).input_ids == ids, text
+        if options.get("byte_fallback"):
+            assert ours.decode(ids) == theirs.decode(ids)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_type": "unigram", "normalization_rule_name": "identity"}, "another kind than BPE"),
-        ({"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"}, "normalises text .nmt_nfkc."),
+        ({"model_type": "word", "normalization_rule_name": "identity"}, "another kind than BPE or unigram"),
+        ({"model_type": "unigram", "treat_whitespace_as_suffix": True}, "writes spaces otherwise"),
     ],
 )
 def test_other_sentencepiece_models_are_refused(tmp_path, options, message):
