@@ -100,8 +100,10 @@ def _load(files: dict[str, bytes], checkpoint: Checkpoint) -> "PreTrainedTokeniz
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
             tokenizer("")  # only now is a model_max_length of another type noticed
-        # The library raises whatever its parsers meet, bare Exception included.
-        except Exception as error:
+        # The library raises whatever its parsers meet, bare Exception included, and panics of Rust, which are none.
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             reason = str(error).replace(directory, str(checkpoint.path))
             raise UserError(f"{checkpoint.path}: the tokenizer cannot be loaded: {reason:.500}") from error
     if not isinstance(tokenizer.chat_template, str | dict | None):

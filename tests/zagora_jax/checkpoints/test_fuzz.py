@@ -222,28 +222,29 @@ def test_tokenizer_files(tmp_path, changes, content, added):
 
 
 @functools.cache
-def sentencepiece_model() -> bytes:
+def sentencepiece_model(kind: str) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["Hello world, hello  there"] * 30),
         model_writer=model,
         vocab_size=30,
         hard_vocab_limit=False,
-        model_type="bpe",
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
+        model_type=kind,
+        normalization_rule_name="identity" if kind == "bpe" else "nmt_nfkc",
+        remove_extra_whitespaces=kind != "bpe",
         minloglevel=2,
     )
     return model.getvalue()
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @SLOWER
 @given(st.data())
-def test_sentencepiece_models(tmp_path, data):
+def test_sentencepiece_models(tmp_path, kind, data):
     folder = tmp_path / "model"
     if not folder.exists():
         write_folder(folder)
-    (folder / "tokenizer.model").write_bytes(data.draw(damaged(sentencepiece_model())))
+    (folder / "tokenizer.model").write_bytes(data.draw(damaged(sentencepiece_model(kind))))
     accepts_or_refuses(lambda: load_tokenizer(open_checkpoint(str(folder))), folder)
 
 
