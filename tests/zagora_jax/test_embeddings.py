@@ -19,6 +19,7 @@ from zagora_jax.arrangement import Recipe
 from zagora_jax.base import open_base
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import Distribution
+from zagora_jax.equal_stages import EqualStages
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.pipeline import Pipeline
@@ -90,6 +91,10 @@ def in_stages(**options):
     return lambda model: Pipeline(make_mesh({"stage": 2}, jax.devices()[:2]), model, [1, 1], **options)
 
 
+def in_equal_stages(model):
+    return EqualStages(make_mesh({"stage": 2}, jax.devices()[:2]), model)
+
+
 @pytest.fixture(scope="module")
 def expected(folders):
     """Trains on one device with plain tables that hold the dequantised numbers, by format; each once."""
@@ -107,6 +112,7 @@ def expected(folders):
         ("int8", False, in_stages(host_embedding=True), False),
         pytest.param("nf4", True, in_stages(), False, marks=pytest.mark.slow),
         pytest.param("int8", False, in_stages(weights="all"), True, marks=pytest.mark.slow),
+        pytest.param("nf4", False, in_equal_stages, False, marks=pytest.mark.slow),
     ],
     ids=[
         "one device",
@@ -117,6 +123,7 @@ def expected(folders):
         "stages, on the host",
         "tied, stages",
         "streaming stages",
+        "equal stages",
     ],
 )
 def test_training_is_that_over_the_dequantised_numbers(folders, expected, embeddings, tied, arrangement, offload):
