@@ -34,7 +34,7 @@ from zagora_jax.planning.micro_batch import Work
 from zagora_jax.planning.shapes import Shapes
 from zagora_jax.planning.time_model import step_time
 
-FORWARD, BACKWARD = 0.05, 0.10  # seconds that a task sleeps
+FORWARD, BACKWARD = 0.2, 0.4  # seconds that a task sleeps: long, so that a busy machine disturbs little
 MOST_STAGES = 8
 
 
