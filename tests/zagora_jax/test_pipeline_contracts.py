@@ -149,9 +149,10 @@ def test_moments_stay_in_host_memory_where_they_are(step: PipelineStep) -> None:
             21.0,
             {
                 "sequence-length": 2048,
-                "stage-layers": "[42, 38]",
+                "stage-layers": "[41, 39]",
                 "offload.activations": "true",
                 "offload.embedding": "true",
+                "embeddings": "int8",
             },
         ),
         (
