@@ -33,9 +33,8 @@ def estimated(name, gpu, count, link, layers=None, one_program=False, **settings
 @pytest.mark.parametrize(
     ("name", "count", "settings", "measured"),
     [
-        ("llama-3-8b", 1, {}, 11276),
-        ("llama-3-8b", 1, {"remat": "attention"}, 11729),
-        ("llama-3-8b", 1, {"remat": "none"}, 13150),
+        ("llama-3-8b", 1, {}, 11777),
+        ("llama-3-8b", 1, {"remat": "none"}, 14615),
         ("llama-3-8b", 2, {}, 20490),
         ("llama-3-8b", 2, {"mesh.fsdp": 1, "mesh.data": 2, "gradient_compression": "int8"}, 21775),
         ("llama-3-70b", 2, {"sequence_length": 2048, "optimizer": "adamw_8bit"}, 2496),
@@ -51,10 +50,11 @@ def test_measured_runs_of_this_trainer_within_20_percent(name, count, settings, 
 @pytest.mark.parametrize(
     ("rows", "times", "tokens", "streamed", "measured"),
     [
-        (4, 2, 2048, 0, 1473),
+        (4, 2, 2048, 0, 1503),
         (2, 2, 4096, 0, 1421),
         (1, 2, 8192, 0, 1336),
         (4, 2, 2048, 76, 1419),
+        (4, 2, 2048, 56, 1420),
         (2, 2, 4096, 76, 1372),
         (1, 2, 8192, 76, 1291),
     ],
