@@ -32,10 +32,13 @@ class Subject(NamedTuple):
     adapters: nnx.State
 
 
-def make_subject(folder, **config):
+def make_subject(folder, quantization="nf4", model="llama", **config):
     lora = LoraConfig(rank=4, alpha=8, dropout=0.1, targets=["q_proj", "down_proj"])
-    directory = oracles.tiny_llama(folder / "m", vocab_size=323, **config)
-    base = open_base(str(directory), quantization="nf4", dtype="float32", lora=lora)
+    if model == "llama":
+        directory = oracles.tiny_llama(folder / "m", vocab_size=323, **config)
+    else:
+        directory = oracles.tiny_model(folder / "m", model, vocab_size=323, **config)
+    base = open_base(str(directory), quantization=quantization, dtype="float32", lora=lora)
     return Subject(base, base.load(), initial_adapter(split(base.model)[2], seed=0))
 
 

@@ -119,6 +119,22 @@ def test_twenty_steps_through_eight_stages(tmp_path):
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
 
 
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9, "attn_logit_softcapping": 2.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quantization", "model", "config"),
+    [("hqq", "llama", {}), ("int8", "gemma2", GEMMA), ("none", "gemma3_text", {"head_dim": 16, "sliding_window": 9})],
+)
+def test_every_format_and_family(tmp_path, quantization, model, config):
+    subject = make_subject(tmp_path, quantization, model, num_hidden_layers=3, **config)
+    expected, one = alone(subject, 3, 2)
+    found, state = trained(pipeline(subject, (1, 2)), subject, batches(3, 2))
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    assert furthest(state, one) < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host_embedding", [False, True], ids=["on the card", "on the host"])
 @pytest.mark.parametrize("stages", [1, 2])

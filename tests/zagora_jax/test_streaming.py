@@ -83,7 +83,11 @@ def resident(model_folder):
 
 
 @pytest.mark.parametrize(
-    ("streamed", "offload", "quantization"), [(5, True, "nf4"), pytest.param(4, False, "none", marks=pytest.mark.slow)]
+    ("streamed", "offload", "quantization"),
+    [
+        (5, True, "nf4"),
+        *(pytest.param(4, False, name, marks=pytest.mark.slow) for name in ("none", "hqq", "int8")),
+    ],
 )
 def test_one_device_computes_the_same_bits(model_folder, resident, streamed, offload, quantization):
     expected, whole = resident(quantization=quantization)

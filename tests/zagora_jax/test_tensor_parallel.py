@@ -145,6 +145,7 @@ CASES = [
             Case({"tensor": 2, "fsdp": 2}, "int8"),
             Case({"tensor": 2, "fsdp": 2}, model="phi3", config={}),
             Case({"tensor": 2}, model="qwen3", config={"head_dim": 24}),
+            Case({"tensor": 2, "fsdp": 2}, model="gemma2", config={"head_dim": 16, "sliding_window": 9}),
         )
     ),
 ]
