@@ -228,3 +228,30 @@ def test_a_table_that_was_untied_in_training_is_refused_where_it_is_one(tmp_path
 def test_what_cannot_be_trained_is_refused(models, tied, options, message):
     with pytest.raises(UserError, match=message):
         opened(models[tied], LoraConfig(**({"rank": 2, "targets": ["q_proj"]} | options)))
+
+
+def test_a_run_trains_the_table_saves_it_and_goes_on_the_same(tmp_path):
+    import runs
+
+    from zagora_jax.trainer import train
+    from zagora_jax.tuned import open_tuned
+
+    model = oracles.tiny_llama(tmp_path / "model", tie_word_embeddings=True)
+    rows = runs.write_rows(tmp_path / "rows.jsonl", 8)
+    lora = LoraConfig(rank=2, targets=["q_proj"], modules_to_save=["embed_tokens", "input_layernorm"])
+    options = {"lora": lora, "max_steps": 2, "save_every": 1, "keep_checkpoints": 3, "learning_rate": 1e-3}
+    config = runs.tiny_config(model, tmp_path / "run", rows, eval_data=[rows], **options)
+    reporter, printed = runs.recorder()
+    result = train(config, reporter)
+    assert "in full 4: embed_tokens, input_layernorm, lm_head" in printed()
+    weights = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    tensors, _ = read_adapter(weights.parent)
+    source = safetensors.numpy.load_file(model / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"):
+        moved = np.abs(tensors[f"base_model.model.{name}"] - source[name])
+        assert 0 < moved.max() <= 2.02e-3  # from the base model's, by Adam's steps of the learning rate at most
+    assert open_tuned(tmp_path / "run").base.model.config.tie_embeddings
+    assert result.loss_after < result.loss_before
+    unbroken = weights.read_bytes()
+    train(config.model_copy(update={"resume": tmp_path / "run" / "checkpoints" / "1"}), runs.recorder()[0])
+    assert weights.read_bytes() == unbroken
