@@ -292,10 +292,11 @@ def _write_adapter_alone(directory: Path, config: ExportConfig, source: _Source)
         modules=modules,
         trained=True,
     )
+    held = source.config.quantization if source.config.lora.initialization == "loftq" else None
     for file, data in source.checkpoint.assets.items():
         if file not in MODEL_FILES:
             _write(directory / file, data)
-    _write(directory / "README.md", adapter_card(source.base_name, source.adapter).encode())
+    _write(directory / "README.md", adapter_card(source.base_name, source.adapter, held).encode())
     return (
         f"{len(source.tensors)} tensors for {len(modules)} adapted weights ({size / 2**20:.1f} MiB), read back from "
         "the file, equal the run's, bit for bit",

@@ -28,7 +28,7 @@ _ADAPTER = """\
 {header}
 # LoRA adapter for {base}
 
-Rank {rank}, scale {scale:g}, trained by zagora-jax.
+Rank {rank}, scale {scale:g}, trained by zagora-jax.{notes}
 
 ```python
 from peft import AutoPeftModelForCausalLM
@@ -59,9 +59,30 @@ def merged_card(base: str, adapter: AdapterConfig, weights: str, checks: Sequenc
     )
 
 
-def adapter_card(base: str, adapter: AdapterConfig) -> str:
-    """Describe an adapter alone; `base` is the base model's id on the hub, or its absolute path."""
-    return _ADAPTER.format(header=_header("peft", base), base=_short(base), rank=adapter.r, scale=adapter.scale)
+def adapter_card(base: str, adapter: AdapterConfig, held: str | None = None) -> str:
+    """Describe an adapter alone.
+
+    Args:
+        base: The base model's id on the hub, or its absolute path.
+        adapter: What it is.
+        held: The format of the base model that the adapter is for, where it began with what that loses (LoftQ).
+    """
+    notes = []
+    if adapter.modules_to_save:
+        names = ", ".join(adapter.modules_to_save)
+        notes.append(
+            f"It holds weights trained in full ({names}). PEFT loads them; servers that apply adapters to a running "
+            "model, vLLM among them, refuse such adapters: give those a merged export."
+        )
+    if held is not None:
+        notes.append(f"It began with what {held} loses of the weights (LoftQ): load the base model in {held}.")
+    return _ADAPTER.format(
+        header=_header("peft", base),
+        base=_short(base),
+        rank=adapter.r,
+        scale=adapter.scale,
+        notes="".join(f"\n\n{note}" for note in notes),
+    )
 
 
 def _header(library: str, base: str) -> str:

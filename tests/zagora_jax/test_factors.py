@@ -165,6 +165,7 @@ def test_over_quantised_weights_a_dequantised_export_is_what_was_trained(tmp_pat
     if kind == "loftq":  # it stands beside weights that are quantised alike
         alone = oracles.transformers_logits(model, tokens, adapter=tmp_path / "alone", quantization="nf4")
         assert_logits_equal(ours, alone)
+        assert "load the base model in nf4" in (tmp_path / "alone" / "README.md").read_text()
 
 
 def test_the_weights_original_get_what_training_changed(tmp_path, model):

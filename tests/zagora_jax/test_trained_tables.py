@@ -186,6 +186,8 @@ def test_exports_are_the_tuned_model(tmp_path, models, kind):
     export(ExportConfig(run=run, to=tmp_path / "alone", format="adapter"))
     alone = oracles.transformers_logits(model, tokens, adapter=tmp_path / "alone")
     np.testing.assert_array_equal(alone, theirs)
+    card = (tmp_path / "alone" / "README.md").read_text()
+    assert ("vLLM among them, refuse such adapters" in card) == bool(lora.modules_to_save)
 
 
 def test_an_adapters_modules_to_save_become_the_options(tmp_path, models):
