@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from models.stream_order import StreamOrder
-from zagora_jax.arrange import arrange
+from zagora_jax.arrange import arrange, why_not_one_jit
 from zagora_jax.base import BaseModel
 from zagora_jax.checkpoints.load import is_stacked, trained_in_full
 from zagora_jax.config import TrainConfig
@@ -46,6 +46,33 @@ def settle_streaming(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Call
     strategy = "replicas" if config.strategy == "streaming" else config.strategy  # else it would ask for auto again
     offload = config.offload.model_copy(update={"weights": streamed or "none"})
     return config.model_copy(update={"strategy": strategy, "offload": offload})
+
+
+def settle_form(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:
+    """Replace stage_form "auto" by "programs" where one program has no room, by estimate, and those need less.
+
+    Embedding and head, which equal stages share out, are whole on the first and the last stage with programs; but those
+    keep less between the passes.
+    """
+    limits = [limit for device in mesh.devices.flat if (limit := memory_limit(device)) is not None]
+    is_open = config.strategy == "layerwise" and config.stage_form == "auto"
+    if not limits or not is_open or why_not_one_jit(config, base.model, mesh) is not None:
+        return config
+    axes = {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
+    kernel = forward_options(config, base, mesh.devices.flat[0].platform).kernel
+    shapes, limit = Shapes(base), min(limits)
+    programs = config.model_copy(update={"stage_form": "programs"})
+    one, several = (
+        max(estimate.peak for estimate in estimate_memory(changed(form, axes), shapes, kernel, limit))
+        for form in (config, programs)
+    )
+    if one <= limit or several >= one:
+        return config
+    say(
+        f"stages: a program for each, since one for all would need about {one / GIB:.2f} of {limit / GIB:.2f} GiB a "
+        f"device, and these {several / GIB:.2f}"
+    )
+    return programs
 
 
 def settle_remat(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:

@@ -49,7 +49,7 @@ from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.reporting.trace import show_trace, tracing
-from zagora_jax.residency import settle_remat, settle_source, settle_streaming
+from zagora_jax.residency import settle_form, settle_remat, settle_source, settle_streaming
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
@@ -184,6 +184,7 @@ class _Run:
         mesh = self.arrangement.mesh
         settled = settle_streaming(self._config_as_run, self.base, mesh, self.reporter.say)
         settled = settle_source(settled, self.base, mesh, self.reporter.say)
+        settled = settle_form(settled, self.base, mesh, self.reporter.say)
         settled = settle_remat(settled, self.base, mesh, self.reporter.say)
         self.options = forward_options(settled, self.base)
         self.arrangement = arrange(settled, self.base.model, mesh)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import oracles
 import pytest
 import runs
@@ -13,7 +14,7 @@ from zagora_jax.base import open_base
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig, OffloadConfig
 from zagora_jax.planning.candidates import train_config
-from zagora_jax.residency import settle_remat
+from zagora_jax.residency import settle_form, settle_remat
 from zagora_jax.streaming import fitting_order, streamed_of_stages
 from zagora_jax.trainer import train
 
@@ -111,3 +112,24 @@ def test_where_memory_is_short_remat_is_full(settle, settings):
 
 def test_a_remat_that_was_asked_for_stays(settle):
     assert settle(5, remat="none")[:2] == ("none", [])
+
+
+@pytest.mark.parametrize(
+    ("limit", "programs_need", "form"), [(11, 8, "auto"), (9, 8, "programs"), (9, 12, "auto"), (None, 8, "auto")]
+)
+def test_stages_have_programs_of_their_own_where_one_has_no_room(monkeypatch, limit, programs_need, form):
+    base = open_base("synthetic:smollm2-135m?layers=4", quantization="nf4", dtype="bfloat16", lora=LoraConfig(rank=2))
+    (device,), said = jax.devices()[:1], []
+    mesh = SimpleNamespace(shape={"stage": 2, "data": 1, "fsdp": 1, "tensor": 1}, devices=np.array([device]))
+
+    def estimate_memory(config, *_):
+        peak = programs_need if config.stage_form == "programs" else 10
+        return (SimpleNamespace(peak=peak * GIB),)
+
+    monkeypatch.setattr(residency, "memory_limit", lambda _: None if limit is None else limit * GIB)
+    monkeypatch.setattr(residency, "estimate_memory", estimate_memory)
+    config = train_config({"model": "x", "strategy": "layerwise", "mesh.stage": 2})
+    assert settle_form(config, base, mesh, said.append).stage_form == form
+    assert len(said) == (form == "programs")
+    given = config.model_copy(update={"stage_form": "one-jit"})
+    assert settle_form(given, base, mesh, said.append).stage_form == "one-jit"
