@@ -7,22 +7,23 @@ in memory, only the row at hand and a buffer, so a file may be larger than memor
 import difflib
 import gzip
 import io
-import math
 import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import pyarrow
 
 from zagora_jax.data.arrow_rows import read_arrow, read_parquet
 from zagora_jax.data.json_rows import read_json, read_json_lines
-from zagora_jax.data.sources import Location, SourceRow, describe
+from zagora_jax.data.sources import SourceRow, require_plain
 from zagora_jax.errors import UserError
 
 GIT_LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
+# Of a frame, and of those that readers skip (RFC 8878), such as pzstd writes before each frame.
+ZSTANDARD_MAGIC = (b"\x28\xb5\x2f\xfd", *(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60)))
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 Reader = Callable[[BinaryIO, str], Iterator[SourceRow]]
@@ -30,7 +31,7 @@ Reader = Callable[[BinaryIO, str], Iterator[SourceRow]]
 
 class _Compression(NamedTuple):
     name: str
-    magic: bytes
+    magic: tuple[bytes, ...]
     open: Callable[[BinaryIO], BinaryIO]
 
 
@@ -50,8 +51,8 @@ _READERS: dict[str, Reader] = {
 }
 _SEEKING = (read_parquet, read_arrow)  # they go back and forth in a file, so it has to be decompressed first
 _COMPRESSIONS = {
-    ".gz": _Compression("gzip", b"\x1f\x8b", _open_gzip),
-    ".zst": _Compression("Zstandard", b"\x28\xb5\x2f\xfd", _open_zstandard),
+    ".gz": _Compression("gzip", (b"\x1f\x8b",), _open_gzip),
+    ".zst": _Compression("Zstandard", ZSTANDARD_MAGIC, _open_zstandard),
 }
 
 SUFFIXES = tuple(suffix + ending for suffix in _READERS for ending in ("", *_COMPRESSIONS))
@@ -71,7 +72,7 @@ def read_rows(file: str | Path) -> Iterator[SourceRow]:
         try:
             for row in reader(_seekable(stream) if compression and reader in _SEEKING else stream, name):
                 count += 1
-                _check_values(row.value, row.location, "")
+                require_plain(row.value, row.location, "")
                 yield row
         except (EOFError, zlib.error, OSError) as error:
             if compression is None:
@@ -147,25 +148,3 @@ def nearest(path: Path) -> str:
     siblings = [sibling.name for sibling in path.parent.iterdir()]
     near = difflib.get_close_matches(path.name, siblings, n=1)
     return f"; did you mean {path.with_name(near[0])}?" if near else f" in {path.parent.resolve()}"
-
-
-def _check_values(value: Any, location: Location, field: str) -> None:
-    """Refuses what JSON does not have: numbers that are not finite, and half of a surrogate pair."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            half = f"\\u{ord(value[error.start]):04x}"
-            raise UserError(
-                f"{location}, field {field or 'name'}: expected Unicode text, found {half}, half of a surrogate pair, "
-                f"at character {error.start + 1}"
-            ) from error
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{location}, field {field}: expected text, found {describe(value)}, which JSON does not have")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_values(key, location, "")
-            _check_values(item, location, f"{field}.{key}" if field else key)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_values(item, location, f"{field}[{index}]")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from zagora_jax.data.sources import Location, SourceRow, describe
+from zagora_jax.data.sources import Location, SourceRow, describe, require_plain
 from zagora_jax.errors import UserError
 
 UTF8_MARK = b"\xef\xbb\xbf"
@@ -200,6 +200,25 @@ def _parse(text: str, position: int, location: Location, place: tuple[int, int] 
         raise UserError(f"{location}: the values are nested too deeply") from error
     except ValueError as error:  # a duplicate key, or a number of thousands of digits
         raise UserError(f"{location}: {error}") from error
+
+
+def parse_text(text: str, location: Location, field: str) -> Any:
+    """Parses the JSON that the string in `field` of a row holds, as strictly as a row.
+
+    Raises:
+        UserError: it is not JSON, or has a value that JSON does not have.
+    """
+    inside = f"{location}, field {field}: the text in it"
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, strict=False)
+        require_plain(value, location, field)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{inside} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{inside} is nested too deeply") from error
+    except ValueError as error:  # a duplicate key, or a number of thousands of digits
+        raise UserError(f"{inside}: {error}") from error
+    return value
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -137,7 +137,11 @@ def _conversation(value: dict[str, Any], key: str, location: Location, weight: f
     if not entries:
         raise UserError(f"{location}, field {key}: expected at least one turn, found an empty list")
     turns = [read_turn(entry, location, f"{key}[{index}]") for index, entry in enumerate(entries)]
-    turns = [replace(turn, weight=turn.weight * weight) for turn in turns]
+    weights = [
+        read_weight(turn.weight * weight, location, f"{key}[{index}].weight, times the row's weight")
+        for index, turn in enumerate(turns)
+    ]
+    turns = [replace(turn, weight=weight) for turn, weight in zip(turns, weights, strict=True)]
     system = value.get("system")
     if system is not None and read_text(system, location, "system"):
         if turns[0].role == "system":
@@ -161,6 +165,7 @@ def _token_row(value: dict[str, Any], location: Location, weight: float) -> Toke
         weights[ignored] = 0
     if (given := value.get("weights")) is not None:
         weights *= _numbers(given, location, "weights", len(tokens), whole=False)
+        read_weight(float(weights.max(initial=0)), location, "weights, times the row's weight")
     if (mask := value.get("attention_mask")) is not None:
         real = _numbers(mask, location, "attention_mask", len(tokens)) != 0
         kept = np.flatnonzero(real)

@@ -1,7 +1,10 @@
 """A row of a data file before it is interpreted, and where it stands."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+from zagora_jax.errors import UserError
 
 
 class Location(NamedTuple):
@@ -33,3 +36,29 @@ def describe(value: Any) -> str:
     if isinstance(value, int | float):
         return f"the number {str(value)[:40]}"
     return f"a value of type {type(value).__name__}"
+
+
+def require_plain(value: Any, location: Location, field: str) -> None:
+    """Refuses what JSON does not have: numbers that are not finite, and half of a surrogate pair.
+
+    Raises:
+        UserError: names the field within `field`.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(value[error.start]):04x}"
+            raise UserError(
+                f"{location}, field {field or 'name'}: expected Unicode text, found {half}, half of a surrogate pair, "
+                f"at character {error.start + 1}"
+            ) from error
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{location}, field {field}: expected text, found {describe(value)}, which JSON does not have")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            require_plain(key, location, "")
+            require_plain(item, location, f"{field}.{key}" if field else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            require_plain(item, location, f"{field}[{index}]")

@@ -1,9 +1,9 @@
 """Turns of a conversation: who speaks, what is said, the tools that are called, and the weight in the loss."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from zagora_jax.data.json_rows import parse_text
 from zagora_jax.data.sources import Location, describe
 from zagora_jax.errors import UserError
 
@@ -65,6 +65,7 @@ def read_turn(entry: Any, location: Location, place: str) -> Turn:
     if not isinstance(entry, dict):
         raise UserError(f"{location}, field {place}: expected a turn, an object, found {describe(entry)}")
     given = {key for key, item in entry.items() if item is not None and item != []} - METADATA_KEYS
+    given -= {key for key in TEXT_KEYS if entry.get(key) == ""}
     extra = {*TEXT_KEYS, CALLS, "weight"}
     for role_key, content_key in (("role", "content"), ("from", "value")):
         if role_key in given and given <= {role_key, content_key, *extra}:
@@ -117,7 +118,7 @@ def _calls(value: Any, location: Location, place: str) -> list[dict[str, Any]]:
             )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = _parse(arguments, location, f"{where}.function.arguments")
+            arguments = parse_text(arguments, location, f"{where}.function.arguments")
         arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise UserError(
@@ -135,7 +136,7 @@ def read_tools(value: Any, location: Location) -> tuple[dict[str, Any], ...]:
         UserError: it is no such list.
     """
     if isinstance(value, str):
-        value = _parse(value, location, "tools") if value.strip() else None
+        value = parse_text(value, location, "tools") if value.strip() else None
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -144,13 +145,6 @@ def read_tools(value: Any, location: Location) -> tuple[dict[str, Any], ...]:
         if not isinstance(tool, dict):
             raise UserError(f"{location}, field tools[{index}]: expected an object, found {describe(tool)}")
     return tuple(value)
-
-
-def _parse(text: str, location: Location, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{location}, field {place}: the text in it is not JSON: {error}") from error
 
 
 def read_weight(value: Any, location: Location, place: str) -> float:

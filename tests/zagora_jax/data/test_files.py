@@ -157,6 +157,15 @@ def test_truncated_data_is_refused_after_its_whole_rows(tmp_path, suffix, compre
     assert read[-1].value["text"] == str(len(read) - 1) * 50
 
 
+def test_frames_of_zstandard_that_readers_skip(tmp_path):
+    """As pzstd writes them: a magic number, the length of what is skipped, and that."""
+    skipped = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + bytes(4)
+    parts = [skipped + zstandard(lines([{"text": text}])) for text in "ab"]
+    assert values(write(tmp_path / "a.jsonl.zst", b"".join(parts))) == [{"text": "a"}, {"text": "b"}]
+    with pytest.raises(UserError, match=r"the content is Zstandard data; give the file a name that ends in \.zst"):
+        values(write(tmp_path / "a.jsonl", parts[0]))
+
+
 def test_a_date_that_python_does_not_know_is_refused(tmp_path):
     far = pyarrow.array([10**15], pyarrow.timestamp("ms"))  # the year 33658
     path = tmp_path / "a.parquet"

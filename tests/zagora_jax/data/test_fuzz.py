@@ -27,6 +27,13 @@ ROWS = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "tool_calls": [CALL]}]},
     {"messages": [{"role": "tool", "content": [{"type": "text", "text": "a"}]}], "tools": [{"name": "f"}]},
     {"system": "S", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        ],
+        "tools": '[{"name": "f"}]',
+    },
     {"prompt": "p", "completion": "c"},
     {"instruction": "i", "input": None, "output": "o"},
     {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 1], "weights": [1, 1.5, 0]},

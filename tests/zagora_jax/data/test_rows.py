@@ -88,6 +88,14 @@ def test_system_key_belongs_to_its_row_alone():
             r"field labels\[0\]: expected 1, as in input_ids, or -100, found 2; labels are not shifted",
         ),
         ({"input_ids": [1, 2], "weights": [1, -1]}, r"field weights\[1\]: expected a number from 0"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 1e4}], "weight": 1e4},
+            r"field messages\[0\]\.weight, times the row's weight: expected a number from 0 to",
+        ),
+        (
+            {"input_ids": [1, 2], "weights": [0, 1e4], "weight": 1e4},
+            "field weights, times the row's weight: expected a number from 0",
+        ),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "attention_mask: expected zeros at the ends alone"),
         (
             {"conversations": [{"from": 1, "value": "a"}]},

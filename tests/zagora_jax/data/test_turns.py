@@ -40,6 +40,30 @@ def test_results_of_tools():
     assert turn({"from": "observation", "value": "21"}) == Turn("tool", "21")
 
 
+def test_an_empty_text_counts_as_absent():
+    entry = {"role": "assistant", "content": "a"}
+    assert turn(entry | {"reasoning_content": "", "name": ""}) == turn(entry)
+
+
+# What JSON does not have, inside a string that holds JSON: a row's own parser never sees it.
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (r'{"x": "a\ud83d"}', r"\.x: expected Unicode text, found \\ud83d, half of a surrogate pair"),
+        (r'{"a\ud83d": 1}', "half of a surrogate pair"),
+        ('{"x": NaN}', r"\.x: expected text, found the number nan"),
+        ('{"x": 1, "x": 2}', "the text in it: expected each key once, found 'x' twice in one object"),
+        ('{"x": %s}' % ("[" * 100_000 + "]" * 100_000), "the text in it is nested too deeply"),
+        ('{"x": %s}' % ("9" * 5000), "the text in it: Exceeds the limit"),
+    ],
+)
+def test_json_in_a_string_is_as_strict_as_a_row(text, message):
+    with pytest.raises(UserError, match=rf"^train\.jsonl, line 7, field .*{message}"):
+        turn({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]})
+    with pytest.raises(UserError, match=rf"^train\.jsonl, line 7, field .*{message}"):
+        read_tools(f"[{text}]", HERE)
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
