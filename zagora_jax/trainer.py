@@ -34,6 +34,7 @@ from zagora_jax.checkpoints.load import Destination
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.compaction import compact
 from zagora_jax.config import TrainConfig
+from zagora_jax.connections import try_connections
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
 from zagora_jax.devices import limit_memory
@@ -160,6 +161,8 @@ class _Run:
     def _train(self) -> TrainResult:
         self._settle()
         self._open_directory()
+        if self.first_step < self.total_steps:
+            try_connections(self.arrangement.mesh)
         # Before any weight is read, so that a step that cannot fit costs seconds.
         compiled = self._compile_step() if self.first_step < self.total_steps else None
         frozen = self._load()
