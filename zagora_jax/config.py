@@ -421,23 +421,29 @@ class ConfigureConfig(CommandConfig):
         default=None,
         description="Whether cards reach each other's memory; else yes, but for GeForce cards over PCIe.",
     )
-    host_memory: float | None = Field(default=None, gt=0, description="GiB of the host; else this machine's.")
+    host_memory: float | None = Field(default=None, gt=0, le=2**20, description="GiB of the host; else this machine's.")
     disk_gb_s: float | None = Field(
         default=None,
-        gt=0,
+        ge=0.001,
+        le=1000,
         description="GB/s at which the disk of quantized_cache is read, from which layers come that host memory has no "
         "room for; else as this machine reads the files that are there, or 3.",
     )
-    hourly_price: float | None = Field(default=None, ge=0, description="What the machine costs an hour, for the total.")
+    hourly_price: float | None = Field(
+        default=None, ge=0, le=1e9, description="What the machine costs an hour, for the total."
+    )
 
     sequence_length: int = Field(default=2048, ge=2, le=2**24, description="Tokens in a row at most.")
     rows_per_step: int | None = Field(
         default=None,
         ge=1,
+        le=2**20,
         description="Rows of an optimizer step at least, over all cards and micro-batches. Where not given: 16, or "
         "fewer where layers are streamed and the host has no room for the inputs of so many.",
     )
-    micro_batch_size: int | None = Field(default=None, ge=1, description="Rows for each replica and micro-batch.")
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, le=2**20, description="Rows for each replica and micro-batch."
+    )
     strategy: str | None = Field(
         default=None, min_length=1, description="A name from the plan's table, such as fsdp or replicas."
     )
@@ -447,7 +453,7 @@ class ConfigureConfig(CommandConfig):
     compute_dtype: FloatType = Field(default="bfloat16", description="As of train.")
     packing: bool = Field(default=False, description="As of train.")
     data: Sources | None = Field(default=None, description="The training rows, to count their tokens.")
-    epochs: int = Field(default=1, ge=1, description="Passes over the rows, for the total.")
+    epochs: int = Field(default=1, ge=1, le=2**20, description="Passes over the rows, for the total.")
 
     source: Literal["auto", "compiled", "analytic"] = Field(
         default="auto",

@@ -69,10 +69,13 @@ def _split_pattern(pattern: str) -> tuple[str, str]:
 class LoraConfig(Options):
     """The adapter's options."""
 
-    rank: int = Field(default=16, ge=1, description="Rank of the two adapter matrices beside each targeted weight.")
+    rank: int = Field(
+        default=16, ge=1, le=2**16, description="Rank of the two adapter matrices beside each targeted weight."
+    )
     alpha: int = Field(
         default=32,
         ge=1,
+        le=2**24,
         description="The adapter's output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora.",
     )
     dropout: float = Field(

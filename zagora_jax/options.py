@@ -28,6 +28,7 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge}",
     "int_type": "a whole number",
     "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
     "string_too_short": "a text that is not empty",

@@ -169,8 +169,8 @@ def _nothing_left(config: ConfigureConfig, count: int, shapes: ModelConfig) -> s
     given = " ".join(f"--{name} {str(value).lower()}" for name, value in names if value not in (None, "auto"))
     return (
         f"{given}: do not go together for {devices}. Layers are streamed (offload.weights) with remat full and a "
-        "strategy streaming, streamed-fsdp or streamed-layerwise, and activations wait in host memory with remat full "
-        "or attention: leave one of these out"
+        "strategy streaming, streamed-fsdp or streamed-layerwise, remat nested goes without offload.activations and "
+        "without stages: leave one of these out"
     )
 
 

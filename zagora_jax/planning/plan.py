@@ -162,7 +162,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "interconnect": None if plan.machine.link is None else plan.machine.link.name,
         "tokens_per_second": _rounded(plan.tokens_per_second),
         "step": _step_json(chosen),
-        "settings": dict(chosen.candidate.settings),
+        "settings": _settings(chosen),
         "alternatives": [_alternative(evaluated) for evaluated in plan.choice.alternatives],
         "longest_sequence": _bound(plan.choice.longest_sequence),
         "largest_micro_batch": _bound(plan.choice.largest_micro_batch),
@@ -201,10 +201,17 @@ def _step_json(chosen: Evaluated) -> dict[str, float] | None:
     return {"seconds": round(time.seconds, 3), **{f"{name}_seconds": round(part, 3) for name, part in parts.items()}}
 
 
+def _settings(evaluated: Evaluated) -> dict[str, Any]:
+    """Return the options of train that tell the candidate from others, and its embeddings and sequence length."""
+    config = evaluated.candidate.config
+    named = {"embeddings": config.embeddings, "sequence_length": config.sequence_length}
+    return {**evaluated.candidate.settings, **named}
+
+
 def _alternative(evaluated: Evaluated) -> dict[str, Any]:
     return {
         "strategy": evaluated.candidate.strategy,
-        "settings": dict(evaluated.candidate.settings),
+        "settings": _settings(evaluated),
         "peak_gib": _gib(evaluated.memory.peak),
         "source": evaluated.memory.source,
         "tokens_per_second": _rounded(evaluated.tokens_per_second),

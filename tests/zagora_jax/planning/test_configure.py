@@ -47,6 +47,8 @@ def test_the_plan_as_json(capsys, monkeypatch):
     assert plan["tokens_per_second"] > 0
     assert plan["settings"]["mesh.fsdp"] == 4
     assert plan["alternatives"]
+    for settings in (plan["settings"], *(other["settings"] for other in plan["alternatives"])):
+        assert (settings["embeddings"], settings["sequence_length"]) == ("none", 2048)
 
 
 def test_the_plan_as_a_table(capsys, monkeypatch):
@@ -84,6 +86,26 @@ def test_too_little_host_memory_does_not_fit(capsys, monkeypatch):
     plan = json.loads(printed)
     assert (status, plan["fits"]) == (1, False)
     assert plan["host"]["shortages"][0].startswith("the host needs ")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--host-memory", "1e300", "at most 1048576.0"),
+        ("--rows-per-step", 9 * 10**400, "at most 1048576"),
+        ("--micro-batch-size", 10**400, "at most 1048576"),
+        ("--epochs", 10**400, "at most 1048576"),
+        ("--lora.rank", 10**400, "at most 65536"),
+        ("--lora.alpha", 10**400, "at most 16777216"),
+        ("--disk-gb-s", "1e-300", "at least 0.001"),
+        ("--hourly-price", "1e300", "at most 1000000000.0"),
+        ("--gpu-count", 65, "at most 64"),
+    ],
+)
+def test_numbers_beyond_reason_are_refused(capsys, monkeypatch, option, value, expected):
+    status, printed, error = run(capsys, monkeypatch, "--model-size", "8B", "--gpu", "rtx4090", option, value)
+    assert (status, printed) == (2, "")
+    assert f"{option}: expected {expected}, found " in " ".join(error.split())
 
 
 @pytest.fixture(scope="module")
