@@ -187,7 +187,8 @@ class _Check:
                 f"rows cut off at sequence_length {self.config.sequence_length}: {statistics.truncated}",
             )
         if statistics.left_out:
-            self._find("warning", subject, f"{statistics.left_out:,} rows without a supervised token are left out")
+            places = "; ".join(str(tally) for tally in (statistics.unsupervised, statistics.cut_away) if tally.count)
+            self._find("warning", subject, f"rows without a supervised token are left out: {places}")
         if not statistics.complete:
             first = f"only the first {self.config.rows:,} rows of each source were read; --rows 0 reads all"
             self._find("warning", subject, first)

@@ -91,7 +91,7 @@ def test_rows_that_deserve_a_look(world, tmp_path):
     messages = [finding.message for finding in report.findings]
     assert report.passed
     assert any("rows cut off at sequence_length 64: 5 (" in message for message in messages)
-    assert "1 rows without a supervised token are left out" in messages
+    assert f"rows without a supervised token are left out: 1 ({rows}, line 6)" in messages
 
 
 def test_the_first_rows_are_read_and_the_report_says_so(world):
