@@ -10,7 +10,7 @@ from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import BatchIterator
 from zagora_jax.errors import UserError
-from zagora_jax.run_directory import RunDirectory
+from zagora_jax.run_directory import RunDirectory, completed_options
 
 # Options that may differ when a run goes on: they change neither a step's numbers nor the order of rows.
 FREE_OPTIONS = {
@@ -146,10 +146,9 @@ def _step_of(path: Path, directory: RunDirectory, states: SavedStates) -> int:
 def _compare(saved: Progress, present: Progress, config: TrainConfig, path: Path) -> None:
     if saved.model != present.model:
         raise UserError(f"{path}: was saved with other weights than those that --model {config.model} holds now")
+    before = completed_options(saved.options)
     changes = [
-        f"{name} {saved.options.get(name)!r} -> {value!r}"
-        for name, value in present.options.items()
-        if saved.options.get(name) != value
+        f"{name} {before[name]!r} -> {value!r}" for name, value in present.options.items() if before[name] != value
     ]
     if changes:
         raise UserError(

@@ -188,6 +188,23 @@ class MetricsFile:
         self._file.close()
 
 
+def completed_options(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a run was saved with; those that it does not mention have their defaults.
+
+    A run that was saved before an option existed trained as that option's default does.
+    """
+    return _completed(recorded, TrainConfig(model="any", data=None).model_dump(mode="json"))
+
+
+def _completed(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    groups = {
+        name: _completed(recorded.get(name, {}), default)
+        for name, default in defaults.items()
+        if isinstance(default, Mapping) and isinstance(recorded.get(name, {}), Mapping)
+    }
+    return {**defaults, **recorded, **groups}
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl; a line that a power cut left incomplete is not counted."""
     return [_parse(line, path) for line in _complete_lines(path)]

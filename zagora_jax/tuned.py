@@ -21,7 +21,7 @@ from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.factors import InitialFactors
-from zagora_jax.run_directory import RunDirectory
+from zagora_jax.run_directory import RunDirectory, completed_options
 
 logger = logging.getLogger(__name__)
 
@@ -145,15 +145,14 @@ def _of_step(directory: RunDirectory, base: BaseModel, config: TrainConfig, step
     return SavedAdapter(path, peft_tensors(base.model, adapters), peft_config(base.model, config.lora, config.model))
 
 
-def _require_same_options(
-    directory: RunDirectory, config: TrainConfig, recorded: Mapping[str, Any] | None, source: Path
-) -> None:
+def _require_same_options(directory: RunDirectory, config: TrainConfig, recorded: Any, source: Path) -> None:
     """Refuse a config.yaml that was changed since, in what the adapter is nothing without."""
-    if recorded is None:
+    if not isinstance(recorded, Mapping):
         raise UserError(f"{source}: no options, so whether config.yaml is still as in training cannot be told")
+    before = completed_options(recorded)
     for name, now in config.model_dump(mode="json", include=ADAPTER_OPTIONS).items():
-        if recorded.get(name) != now:
+        if before[name] != now:
             raise UserError(
-                f"{directory.config}: {name} is {now}, but the adapter was trained with {recorded.get(name)} "
+                f"{directory.config}: {name} is {now}, but the adapter was trained with {before[name]} "
                 f"({source}). Set it back"
             )

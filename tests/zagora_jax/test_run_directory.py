@@ -9,7 +9,7 @@ from runs import tiny_config
 from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import load_config
 from zagora_jax.errors import UserError
-from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
+from zagora_jax.run_directory import MetricsFile, RunDirectory, completed_options, read_metrics
 
 
 def write_steps(path, *steps, after_step=0):
@@ -143,3 +143,12 @@ def test_half_written_files_are_removed_and_others_left(tmp_path):
         (tmp_path / name).write_text("{}")
     directory.create()
     assert [name for name in ours + others if (tmp_path / name).exists()] == others
+
+
+def test_options_that_were_not_recorded_are_their_defaults():
+    """Those of a group too; what was recorded stays, also by a name that is no option any more."""
+    recorded = {"learning_rate": 1e-3, "lora": {"rank": 4}, "gone": 1}
+    completed = completed_options(recorded)
+    assert (completed["embeddings"], completed["lora"]["use_dora"]) == ("none", False)
+    assert (completed["learning_rate"], completed["lora"]["rank"], completed["gone"]) == (1e-3, 4, 1)
+    assert completed_options({"lora": None})["lora"] is None

@@ -14,6 +14,7 @@ from runs import finished_run, tiny_config
 
 from zagora_jax.checkpoints.peft import read_adapter, write_adapter
 from zagora_jax.checkpoints.run_state import StateWriter
+from zagora_jax.config_file import save_config
 from zagora_jax.errors import UserError
 from zagora_jax.train_state import initial_state
 from zagora_jax.tuned import open_tuned
@@ -127,6 +128,18 @@ def test_a_config_that_was_edited_by_hand_is_refused(run, step, name, before, no
     run.config.write_text(text.replace(before, now))
     with pytest.raises(UserError, match=rf"{run.config}: {name} is .*, but the adapter was .* Set it back"):
         open_tuned(run.path, step)
+
+
+def test_options_that_an_old_run_does_not_mention_are_their_defaults(run):
+    """config.yaml and the report, as if they had been written before those options existed."""
+    config = run.read_config()
+    save_config(config, run.config, defaults=False)
+    run.update_report({"options": config.model_dump(mode="json", exclude_defaults=True)})
+    assert "use_dora" not in run.config.read_text() + run.report.read_text()
+    assert open_tuned(run.path).config == config
+    run.update_report({"options": {"lora": config.lora.model_dump(mode="json")}})
+    with pytest.raises(UserError, match="embeddings is int8, but the adapter was trained with none"):
+        open_tuned(run.path)
 
 
 def flip(path):
