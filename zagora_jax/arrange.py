@@ -105,15 +105,16 @@ def _check(config: TrainConfig, mesh: Mesh) -> None:
     compression, exchange = config.gradient_compression, config.gradient_exchange
     given = [f"--gradient-compression {compression}"] if compression != "none" else []
     given += [f"--gradient-exchange {exchange}"] if exchange != "synchronous" else []
-    if given and mesh.shape["data"] * shard_count(mesh) == 1:
-        raise UserError(
-            f"{' '.join(given)}: one device has nobody to send gradients to; leave it out, or use more devices"
-        )
     if exchange != "synchronous" and config.strategy == "layerwise":
         raise UserError(
             f"--gradient-exchange {exchange} does not go with --strategy layerwise, whose stages exchange their "
             "gradients as soon as each is done with the step; leave it out"
         )
+    if given and mesh.shape["data"] * shard_count(mesh) == 1:
+        whose, more = ("one device has", "use more devices")
+        if mesh.shape["stage"] > 1:
+            whose, more = ("each stage is one device, which has", "give --mesh.data 2 or more")
+        raise UserError(f"{' '.join(given)}: {whose} nobody to send gradients to; leave it out, or {more}")
     if config.streamed_weights != "none" and exchange != "synchronous":
         raise UserError(
             f"--gradient-exchange {exchange} does not go with --offload.weights, with which a layer's gradients are "

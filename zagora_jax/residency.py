@@ -49,10 +49,10 @@ def settle_streaming(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Call
 
 
 def settle_form(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:
-    """Replace stage_form "auto" by "programs" where one program has no room, by estimate, and those need less.
+    """Replace stage_form "auto" by "programs" where one program has no room and those need less.
 
     Embedding and head, which equal stages share out, are whole on the first and the last stage with programs; but those
-    keep less between the passes.
+    keep less between the passes. The one program is compiled where an estimate does not tell whether it fits.
     """
     limits = [limit for device in mesh.devices.flat if (limit := memory_limit(device)) is not None]
     is_open = config.strategy == "layerwise" and config.stage_form == "auto"
@@ -66,6 +66,10 @@ def settle_form(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[
         max(estimate.peak for estimate in estimate_memory(changed(form, axes), shapes, kernel, limit))
         for form in (config, programs)
     )
+    if one <= limit * (1 + ERROR):
+        if one * (1 + ERROR) <= limit:
+            return config
+        one = max(compile_planned(config, mesh, base).planned_memory().values())
     if one <= limit or several >= one:
         return config
     say(

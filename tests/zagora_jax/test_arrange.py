@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from sharding.mesh import AXES
-from zagora_jax.arrange import layers_of_stages
+from zagora_jax.arrange import arrange, layers_of_stages
 from zagora_jax.base import open_base
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import mesh_sizes
@@ -66,3 +66,16 @@ def test_stages_are_for_layerwise():
         mesh_sizes(TrainConfig(model=NAME, mesh=MeshConfig(stage=2)), 4, "")
     with pytest.raises(ValueError, match=r"offload.embedding is for strategy layerwise"):
         TrainConfig(model=NAME, offload=OffloadConfig(embedding=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_compression": "int8"}, "--gradient-compression int8: each stage is one device, .* --mesh.data 2"),
+        ({"gradient_exchange": "delayed"}, "--gradient-exchange delayed does not go with --strategy layerwise"),
+    ],
+)
+def test_stages_of_one_device_have_nobody_to_send_gradients_to(model, options, message):
+    mesh = AbstractMesh((2, 1, 1, 1), AXES)
+    with pytest.raises(UserError, match=message):
+        arrange(TrainConfig(model=NAME, strategy="layerwise", **options), model, mesh)

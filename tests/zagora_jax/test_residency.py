@@ -115,9 +115,19 @@ def test_a_remat_that_was_asked_for_stays(settle):
 
 
 @pytest.mark.parametrize(
-    ("limit", "programs_need", "form"), [(11, 8, "auto"), (9, 8, "programs"), (9, 12, "auto"), (None, 8, "auto")]
+    ("limit", "programs_need", "compiled", "form"),
+    [
+        (11, 8, None, "auto"),
+        (9, 8, None, "programs"),
+        (9, 12, None, "auto"),
+        (None, 8, None, "auto"),
+        (10.5, 8, 10.4, "auto"),  # nearer than the estimate is exact, either way
+        (10.5, 8, 10.6, "programs"),
+        (9.5, 8, 9.4, "auto"),
+        (9.5, 8, 9.6, "programs"),
+    ],
 )
-def test_stages_have_programs_of_their_own_where_one_has_no_room(monkeypatch, limit, programs_need, form):
+def test_stages_have_programs_of_their_own_where_one_has_no_room(monkeypatch, limit, programs_need, compiled, form):
     base = open_base("synthetic:smollm2-135m?layers=4", quantization="nf4", dtype="bfloat16", lora=LoraConfig(rank=2))
     (device,), said = jax.devices()[:1], []
     mesh = SimpleNamespace(shape={"stage": 2, "data": 1, "fsdp": 1, "tensor": 1}, devices=np.array([device]))
@@ -127,7 +137,13 @@ def test_stages_have_programs_of_their_own_where_one_has_no_room(monkeypatch, li
         return (SimpleNamespace(peak=peak * GIB),)
 
     monkeypatch.setattr(residency, "memory_limit", lambda _: None if limit is None else limit * GIB)
+
+    def compile_planned(*_):
+        assert compiled is not None
+        return SimpleNamespace(planned_memory=lambda: {device: compiled * GIB})
+
     monkeypatch.setattr(residency, "estimate_memory", estimate_memory)
+    monkeypatch.setattr(residency, "compile_planned", compile_planned)
     config = train_config({"model": "x", "strategy": "layerwise", "mesh.stage": 2})
     assert settle_form(config, base, mesh, said.append).stage_form == form
     assert len(said) == (form == "programs")

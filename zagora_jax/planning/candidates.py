@@ -65,8 +65,9 @@ class Candidate:
             weights += f" from the disk through room for {slots}"
         moments = " with offload.optimizer" if config.offload.optimizer else ""
         embeddings = "" if config.embeddings == "none" else f", embeddings {config.embeddings}"
+        form = ", a program for each stage" if config.stage_form == "programs" else ""
         kept = f"remat {config.planned_remat}{offloaded}, {config.optimizer}{moments}{embeddings}"
-        return f"{axes or 'one device'}{weights}, {kept}"
+        return f"{axes or 'one device'}{form}{weights}, {kept}"
 
     def __str__(self) -> str:
         return f"{self.settings_text}, {self.config.micro_batch_size} x {self.config.sequence_length} tokens"

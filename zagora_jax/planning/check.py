@@ -61,7 +61,10 @@ def _advice(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> s
         config, {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
     )
     shapes, compiled = Shapes(base), 0
+    one_program = shapes.in_one_program(explicit)
     for settings in _changes(explicit):
+        if "stage_form" in settings and not one_program:
+            continue  # nothing would change
         try:
             other = changed(explicit, settings)
             kernel = forward_options(other, base, mesh.devices.flat[0].platform).kernel
@@ -90,6 +93,7 @@ def _written(value: Any) -> str:
 def _changes(config: TrainConfig) -> Iterator[Settings]:
     """Go through changes from cheap to dear: one, then two, then three kinds of them."""
     found = (
+        _form(config),
         _optimizer(config),
         _kept(config),
         _rows(config),
@@ -107,6 +111,11 @@ def _changes(config: TrainConfig) -> Iterator[Settings]:
 def _optimizer(config: TrainConfig) -> list[Settings]:
     smaller: list[Settings] = [{"optimizer": "adamw_8bit"}] if config.optimizer == "adamw" else []
     return smaller if config.offload.optimizer else [*smaller, {"offload.optimizer": True}]
+
+
+def _form(config: TrainConfig) -> list[Settings]:
+    in_stages = config.strategy == "layerwise"
+    return [{"stage_form": "programs"}] if in_stages and config.stage_form != "programs" else []
 
 
 def _embeddings(config: TrainConfig) -> list[Settings]:

@@ -105,7 +105,17 @@ class Evaluator:
         return "cuda" if self.machine.is_gpu else "cpu"
 
     def estimate(self, candidate: Candidate) -> Evaluated:
-        """Evaluate from shapes; layers that host memory has no room for come from the disk."""
+        """Evaluate from shapes.
+
+        Layers that host memory has no room for come from the disk. Stages that have no room in one program have a
+        program each where that needs less, as in training (`residency.settle_form`).
+        """
+        if self._is_open_form(candidate.config):
+            one = self._estimate(candidate)
+            if one.memory.peak <= self.machine.budget.limit:
+                return one
+            several = self._estimate(candidate.changed(stage_form="programs"))
+            return min(one, several, key=lambda evaluated: evaluated.memory.peak)
         in_host_memory = self._estimate(candidate)
         stream = self._shapes.streams(candidate.config)[0]
         if stream is None:
@@ -113,6 +123,9 @@ class Evaluator:
         needs, waiting = self.host(in_host_memory), in_host_memory.memory.waiting
         slots = slots_in_host_memory(candidate.config, needs, waiting, stream.streamed_layers)
         return in_host_memory if slots is None else self._estimate(candidate.changed(offload__weights_from=slots))
+
+    def _is_open_form(self, config: TrainConfig) -> bool:
+        return config.stage_form == "auto" and self._shapes.in_one_program(config)
 
     def _estimate(self, candidate: Candidate) -> Evaluated:
         device = self.machine.memory if self.machine.is_gpu else None

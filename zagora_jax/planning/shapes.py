@@ -57,7 +57,7 @@ class Shapes:
         self._trained = functools.cache(self._trained_of)
         self._waiting = functools.cache(self._waiting_of)
         self._part = functools.cache(self._part_of)
-        self._layers: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._layers: dict[tuple[int, str, bool], tuple[int, ...]] = {}
 
     def arguments(self, config: TrainConfig) -> tuple[Arguments, ...]:
         """Return what the step's arguments take of each device, the batch left out: for each stage, if in stages."""
@@ -104,7 +104,7 @@ class Shapes:
         if config.strategy != "layerwise":
             return (self.base.model.config.num_layers,)
         shape = mesh_shape(config)
-        key = (shape["stage"], str(config.stage_layers))
+        key = (shape["stage"], str(config.stage_layers), self.in_one_program(config))
         if key not in self._layers:
             self._layers[key] = tuple(layers_of_stages(config, self.base.model, _abstract(shape)))
         return self._layers[key]

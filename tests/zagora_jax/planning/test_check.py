@@ -116,3 +116,9 @@ def test_layers_that_wait_in_host_memory_are_offered_where_they_can():
     assert not offered(strategy="layerwise")
     assert not offered(mesh=CONFIG.mesh.model_copy(update={"tensor": 2}))
     assert not offered(gradient_exchange="overlapped")
+
+
+def test_a_program_for_each_stage_is_offered_first_where_one_runs_them_all():
+    assert next(check._changes(CONFIG.model_copy(update={"strategy": "layerwise"}))) == {"stage_form": "programs"}
+    for other in ({"strategy": "fsdp"}, {"strategy": "layerwise", "stage_form": "programs"}):
+        assert not any("stage_form" in change for change in check._changes(CONFIG.model_copy(update=other)))

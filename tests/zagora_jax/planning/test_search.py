@@ -5,15 +5,17 @@ import itertools
 
 import pytest
 
+from zagora_jax.base import open_base
 from zagora_jax.config import ConfigureConfig
 from zagora_jax.errors import UserError
 from zagora_jax.layer_ring import LEAST_SLOTS
 from zagora_jax.option_groups import LoraConfig
-from zagora_jax.planning.candidates import candidates
+from zagora_jax.planning.candidates import Candidate, candidates, train_config
 from zagora_jax.planning.evaluate import Evaluator
-from zagora_jax.planning.machine import find_machine
+from zagora_jax.planning.machine import Budget, Machine, find_machine
 from zagora_jax.planning.model import find_model
 from zagora_jax.planning.search import SEQUENCE_MULTIPLE, choose
+from zagora_jax.planning.shapes import Shapes
 
 
 def search(**options):
@@ -264,3 +266,38 @@ def test_two_changes_where_one_is_not_enough():
     choice, _ = search(model_size="llama-3.1-405b", gpu="rtx3060ti", optimizer="adamw_8bit", host_memory=12)
     assert not choice.fits
     assert [change.split()[0] for change in choice.changes[0]] == ["--gpu-count", "--gpu"]
+
+
+def test_stages_have_a_program_each_where_one_for_all_has_no_room(monkeypatch):
+    """As training does: equal stages keep more between the passes, and that grows with the sequence."""
+    config = ConfigureConfig(gpu="rtx3060", interconnect="pcie", model="synthetic:llama-2-70b", gpu_count=8)
+    evaluator = Evaluator(find_model(config), find_machine(config), "analytic", print)
+    settings = {
+        "strategy": "layerwise",
+        "mesh.stage": 8,
+        "optimizer": "adamw_8bit",
+        "offload.activations": True,
+        "gradient_accumulation_steps": 16,
+        "sequence_length": 10240,
+    }
+
+    def estimate(form):
+        named = {**settings, "stage_form": form}
+        return evaluator.estimate(Candidate("layerwise", named, train_config({"model": "synthetic:x", **named})))
+
+    one, several = (estimate(form).memory.peak for form in ("one-jit", "programs"))
+    assert several < one
+    for limit, form in ((one, "auto"), (one - 1, "programs")):
+        monkeypatch.setattr(Machine, "budget", Budget(limit, 0, 0))
+        found = estimate("auto")
+        assert found.candidate.config.stage_form == form
+        assert found.memory.peak <= limit
+        assert ("a program for each stage" in str(found.candidate)) == (form == "programs")
+
+
+def test_the_cut_of_one_form_is_not_taken_for_that_of_another():
+    """Four layers under a large head: equal stages in one program, three and one with a program each."""
+    base = open_base("synthetic:smollm2-135m?layers=4", quantization="nf4", dtype="bfloat16", lora=LoraConfig(rank=2))
+    shapes, stages = Shapes(base), {"model": "x", "strategy": "layerwise", "mesh.stage": 2}
+    cuts = [shapes.layers(train_config(stages | {"stage_form": form})) for form in ("auto", "programs")]
+    assert cuts == [(2, 2), (3, 1)]
