@@ -12,7 +12,7 @@ from runs import Child, numbers, recorder, remains, tiny_config, write_rows
 
 from zagora_jax.checkpoints.peft import read_adapter
 from zagora_jax.checkpoints.run_state import SavedStates
-from zagora_jax.config import ExportConfig
+from zagora_jax.config import ExportConfig, TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.run_directory import RunDirectory
@@ -239,6 +239,27 @@ def test_changed_options_are_named(world, plain, changes, message):
     folder, _ = world
     with pytest.raises(UserError, match=message):
         train(configure(folder, plain, resume=True, **PLAIN | changes), recorder()[0])
+
+
+@pytest.mark.parametrize("change", [{}, {"embeddings": "int8"}])
+def test_options_that_a_checkpoint_does_not_mention_are_their_defaults(world, plain, monkeypatch, change):
+    """As if it had been saved before those options existed."""
+    folder, _ = world
+    read = SavedStates.progress
+
+    def without_defaults(states, step):
+        progress = read(states, step)
+        options = TrainConfig.model_validate({"model": "any", **progress["options"]})
+        return {**progress, "options": options.model_dump(mode="json", exclude_defaults=True)}
+
+    monkeypatch.setattr(SavedStates, "progress", without_defaults)
+    assert "embeddings" not in SavedStates(plain / "checkpoints").progress(8)["options"]
+    config = configure(folder, plain, resume=True, **PLAIN | change)
+    if change:
+        with pytest.raises(UserError, match="embeddings 'none' -> 'int8'"):
+            train(config, recorder()[0])
+    else:
+        assert train(config, recorder()[0]).steps == 8
 
 
 def test_changed_rows_are_refused(world, plain, tmp_path):

@@ -183,7 +183,7 @@ def test_files_of_others_are_not_replaced(capsys, monkeypatch, tmp_path):
         (["--model-size", "llama-3.2-70b", *FOUR_CARDS], "no llama-3.2 of 70B was released"),
         (["--model-size=-7B", *FOUR_CARDS], "--model-size -7B: expected a size (70B) or a model"),
         (["--model-size", "8B", "--gpu", "rtx3090", "--memory-per-gpu", "0.5"], "0.5: the CUDA context and NCCL"),
-        (["--model-size", "8B", "--sequence-length", "99999999", *FOUR_CARDS], "--sequence-length: expected less than"),
+        (["--model-size", "8B", "--sequence-length", "99999999", *FOUR_CARDS], "--sequence-length: expected at most"),
         (["--model-size", "8B", "--offload.weights", "99", *FOUR_CARDS], "--offload.weights 99: the model has 32"),
         (["--model-size", "8B", "--data", "x.jsonl", *FOUR_CARDS], "--data: counting tokens needs the tokenizer"),
         (["--model-size", "8B", "--plot", "x.txt", *FOUR_CARDS], "--plot x.txt: expected a name that ends with .png"),
