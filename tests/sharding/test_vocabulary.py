@@ -63,7 +63,7 @@ def test_devices_with_the_same_tokens_find_the_same(along: str) -> None:
         def loss(hidden):
             return cross_entropy_sum(hidden, rows, tokens[0], weights, 2, vocabulary)
 
-        return look_up(rows, tokens, vocabulary), *jax.value_and_grad(loss)(hidden)
+        return look_up(rows, tokens, vocabulary, rows.dtype), *jax.value_and_grad(loss)(hidden)
 
     words, loss, gradient = on_devices(work, np.nan_to_num(parts(table)), along=along)
     want_words, want_loss, want_gradient = work(table, WHOLE_VOCABULARY)

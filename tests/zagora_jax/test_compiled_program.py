@@ -190,7 +190,7 @@ def test_unrolled_layers_would_be_caught(monkeypatch):
 
 
 def test_a_loss_over_full_logits_would_be_caught(monkeypatch):
-    def naive_cross_entropy(hidden, heads, targets, weights, vocabulary, trained):
+    def naive_cross_entropy(hidden, heads, targets, weights, vocabulary, trained, softcap):
         logits = jnp.einsum("td,vd->tv", hidden[0], heads[0]).astype(jnp.float32)
         chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=1) - chosen))
