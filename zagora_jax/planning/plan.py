@@ -90,8 +90,12 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all devices; without padding where the rows were counted."""
-        speed = self.choice.chosen.tokens_per_second
+        """Of what was chosen, see `speed`."""
+        return self.speed(self.choice.chosen)
+
+    def speed(self, evaluated: Evaluated) -> float | None:
+        """Return a candidate's tokens a second over all devices; without padding where the rows were counted."""
+        speed = evaluated.tokens_per_second
         return None if speed is None else speed * (self.rows.filled if self.rows else 1)
 
 
@@ -163,9 +167,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": _rounded(plan.tokens_per_second),
         "step": _step_json(chosen),
         "settings": _settings(chosen),
-        "alternatives": [_alternative(evaluated) for evaluated in plan.choice.alternatives],
-        "longest_sequence": _bound(plan.choice.longest_sequence),
-        "largest_micro_batch": _bound(plan.choice.largest_micro_batch),
+        "alternatives": [_alternative(plan, evaluated) for evaluated in plan.choice.alternatives],
+        "longest_sequence": _bound(plan, plan.choice.longest_sequence),
+        "largest_micro_batch": _bound(plan, plan.choice.largest_micro_batch),
         "changes": [list(changes) for changes in plan.choice.changes],
         "data": None if plan.rows is None else _data_json(plan),
         "notes": list(plan.notes),
@@ -208,18 +212,18 @@ def _settings(evaluated: Evaluated) -> dict[str, Any]:
     return {**evaluated.candidate.settings, **named}
 
 
-def _alternative(evaluated: Evaluated) -> dict[str, Any]:
+def _alternative(plan: Plan, evaluated: Evaluated) -> dict[str, Any]:
     return {
         "strategy": evaluated.candidate.strategy,
         "settings": _settings(evaluated),
         "peak_gib": _gib(evaluated.memory.peak),
         "source": evaluated.memory.source,
-        "tokens_per_second": _rounded(evaluated.tokens_per_second),
+        "tokens_per_second": _rounded(plan.speed(evaluated)),
     }
 
 
-def _bound(bound: Bound | None) -> dict[str, Any] | None:
-    return None if bound is None else {"value": bound.value, **_alternative(bound.by)}
+def _bound(plan: Plan, bound: Bound | None) -> dict[str, Any] | None:
+    return None if bound is None else {"value": bound.value, **_alternative(plan, bound.by)}
 
 
 def _data_json(plan: Plan) -> dict[str, Any]:

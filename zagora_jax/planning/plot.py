@@ -70,6 +70,6 @@ def draw(plan: Plan, path: Path) -> None:
     axes.legend(ncols=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.35 / (0.6 + 0.25 * count)))
     try:
         with atomic_file(path) as file:
-            figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
+            figure.savefig(file, format=path.suffix[1:].lower(), dpi=150, bbox_inches="tight")
     except OSError as error:
         raise UserError(f"--plot {path}: could not be written: {error.strerror or error}") from error

@@ -150,7 +150,7 @@ def _alternatives(plan: Plan) -> Table:
         "next best", "GiB a device", "tokens/s", title_justify="left", box=None, padding=(0, 2), header_style="dim"
     )
     for evaluated in plan.choice.alternatives:
-        table.add_row(str(evaluated.candidate), _peak(evaluated), _speed(evaluated))
+        table.add_row(str(evaluated.candidate), _peak(evaluated), _speed(plan, evaluated))
     return table
 
 
@@ -159,5 +159,6 @@ def _peak(evaluated: Evaluated) -> str:
     return f"{about}{evaluated.memory.peak / GIB:.1f}"
 
 
-def _speed(evaluated: Evaluated) -> str:
-    return "" if evaluated.tokens_per_second is None else f"{evaluated.tokens_per_second:,.0f}"
+def _speed(plan: Plan, evaluated: Evaluated) -> str:
+    speed = plan.speed(evaluated)
+    return "" if speed is None else f"{speed:,.0f}"

@@ -142,6 +142,16 @@ def test_train_runs_what_configure_wrote(folder, capsys, monkeypatch, tmp_path):
     assert plan["devices"][0]["peak_gib"] == pytest.approx(told, abs=0.006)
 
 
+def test_the_speed_of_alternatives_is_without_padding_too(capsys, monkeypatch, folder):
+    options = ("--model", folder / "model", "--data", folder / "rows.jsonl", "--sequence-length", 96, "--json")
+    card = ("--gpu", "rtx4090", "--gpu-count", 1, "--source", "analytic")
+    status, printed, _ = run(capsys, monkeypatch, *options, *card)
+    plan = json.loads(printed)
+    speeds = [alternative["tokens_per_second"] for alternative in plan["alternatives"]]
+    assert (status, len(speeds) > 0) == (0, True)
+    assert max(speeds) <= plan["tokens_per_second"]
+
+
 def test_a_size_without_weights_writes_a_trial(capsys, monkeypatch, tmp_path):
     written = tmp_path / "zagora.yaml"
     status, _, _ = run(capsys, monkeypatch, "--model-size", "8B", "--output", written, *FOUR_CARDS)
