@@ -18,6 +18,7 @@ from jax import lax
 
 import models.linear
 import models.llama
+import models.remat
 import zagora_jax.distribution
 import zagora_jax.step
 from models.cross_entropy import CHUNK_TOKENS, cross_entropy_sum
@@ -94,6 +95,8 @@ def broken() -> Program:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zagora_jax.distribution, "gather", gather_as_floats)
         patch.setattr(models.linear, "frozen_matmul", matmul_that_keeps_its_weight)
+        patch.setattr(models.linear, "tuned_matmul", tuned_matmul_that_keeps_its_weight)
+        patch.setattr(models.remat, "_checkpoint", lambda function, policy: function)
         patch.setattr(models.llama.MLP, "__call__", mlp_of_gathered_activations)
         patch.setattr(
             zagora_jax.step, "cross_entropy_sum", functools.partial(cross_entropy_sum, chunk_tokens=2 * TOKENS)
@@ -134,8 +137,9 @@ def project_one_by_one(self, x, context):
     return [projection(enter(x), context.placement, keys) for projection in (self.q_proj, self.k_proj, self.v_proj)]
 
 
-def cross_entropy_of_a_gathered_head(hidden, head, targets, weights, vocabulary):
-    return cross_entropy_sum(hidden, lax.all_gather(head, SHARD_AXES, tiled=True), targets, weights)
+def cross_entropy_of_a_gathered_head(hidden, heads, targets, weights, vocabulary, **of_heads):
+    whole = [lax.all_gather(head, SHARD_AXES, tiled=True) for head in heads]
+    return cross_entropy_sum(hidden, whole, targets, weights, **of_heads)
 
 
 def gather_as_floats(parameters):
@@ -155,6 +159,11 @@ def gather_as_floats(parameters):
 def matmul_that_keeps_its_weight(x, weight, fetch):
     """`frozen_matmul` without its rule for the backward pass."""
     return jnp.einsum("...i,oi->...o", x, models.linear.dequantize(fetch(weight), x.dtype))
+
+
+def tuned_matmul_that_keeps_its_weight(x, weight, b, a, fetch):
+    """`tuned_matmul` without its rule for the backward pass."""
+    return jnp.einsum("...i,oi->...o", x, models.linear.dequantize(fetch(weight), x.dtype) + b @ a)
 
 
 _mlp = models.llama.MLP.__call__
