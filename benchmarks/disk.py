@@ -1,8 +1,8 @@
 """Measures steps whose frozen layers are read from the disk, against the same step with the layers in host memory.
 
-    python benchmarks/disk.py --folder /path/on/the/disk --shapes 4x2x2048 4x4x2048 --sources host disk 24 \
+    python benchmarks/disk.py --folder FOLDER --shapes 4x2x2048 4x4x2048 --sources host disk 24 \
         --optimizer adamw_8bit --offload.activations true --device-memory-limit 23
-    python benchmarks/disk.py --folder /tmp/disk --model smollm2-135m --layers 8 --shapes 1x2x64 --sources host disk
+    python benchmarks/disk.py --folder FOLDER --model smollm2-135m --layers 8 --shapes 1x2x64 --sources host disk
 
 makes an entry of the cache of quantised models in FOLDER with random layers of full size (0.44 GB a layer of Llama 3
 70B in NF4; the model's own file has a hole in their place), has it leave the page cache, and measures:
