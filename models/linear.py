@@ -45,7 +45,8 @@ def tuned_matmul(x: jax.Array, weight: StoredWeight, b: jax.Array, a: jax.Array,
     The sum [out, in] is made where it is used, in x's dtype, and again in the backward pass: one product takes the
     place of those with the weight, with a [r, in] and with b [out, r], forward and backward.
     """
-    return jnp.einsum("...i,oi->...o", x, merge(fetch(weight), b, a))
+    fetched, x = _in_turn(fetch(weight), x)
+    return jnp.einsum("...i,oi->...o", x, merge(fetched, b, a))
 
 
 def _tuned_forward(x: jax.Array, weight: StoredWeight, b: jax.Array, a: jax.Array, fetch: Fetch) -> tuple:
@@ -66,10 +67,13 @@ def _tuned_backward(fetch: Fetch, residuals: tuple, gradient: jax.Array) -> tupl
 tuned_matmul.defvjp(_tuned_forward, _tuned_backward)
 
 
-def _in_turn(fetched: StoredWeight, gradient: jax.Array) -> tuple[StoredWeight, jax.Array]:
-    # Dequantised when its turn has come: XLA would otherwise share a layer's matrices between the forward pass that is
-    # computed again and this one, and so keep all of them at once.
-    return jax.lax.optimization_barrier((fetched, gradient))
+def _in_turn(fetched: StoredWeight, operand: jax.Array) -> tuple[StoredWeight, jax.Array]:
+    """Let a weight be dequantised no sooner than what it is multiplied with is there.
+
+    XLA would otherwise share a layer's matrices between the forward pass that is computed again and the backward pass,
+    or make those of a whole layer ahead, and so keep all of them at once.
+    """
+    return jax.lax.optimization_barrier((fetched, operand))
 
 
 def _no_gradient(leaf: jax.Array) -> Any:

@@ -26,7 +26,7 @@ ERROR = 0.07  # of the peak, at most
 # the adapter's gradients.
 WEIGHTS, INTERMEDIATES, HIDDENS, GRADIENTS = 1.5, 3.55, 11.7, 0.2
 # Where attention takes more than the feed-forward block: arrays of scores and their gradients, and hidden activations.
-SCORES, ATTENTION_HIDDENS = 5, 7
+SCORES, ATTENTION_HIDDENS = 5, 5
 RESIDUALS = 2  # those of compressed exchanges, old and new
 # Layers that are there at a time, those that arrive ahead of their turn included. Where the arguments alone are more
 # than four fifths of the device, XLA schedules for least memory, and next to nothing arrives ahead.

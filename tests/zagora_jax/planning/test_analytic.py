@@ -103,18 +103,7 @@ def test_programs_are_estimated_within_the_stated_error(gpu, count, settings):
 
 
 @needs_plugin
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(
-            "one-jit",
-            marks=pytest.mark.xfail(
-                strict=True, reason="12 % too low for one program of so small stages since adapters are merged"
-            ),
-        ),
-        "programs",
-    ],
-)
+@pytest.mark.parametrize("form", ["one-jit", "programs"])
 def test_stages_are_estimated_within_the_stated_error(form):
     settings = {
         "model": "synthetic:tinyllama-1.1b?layers=8",
