@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +63,9 @@ class StateWriter:
             RuntimeError: there is a state of this step already.
         """
         step = int(state.step)
-        final, temporary = self._directory / str(step), self._directory / f".{step}.saving"
+        final = self._directory / str(step)
+        # A name of its own: what a save that failed has abandoned may be written, and made again, for a while yet.
+        temporary = self._directory / f".{step}.saving.{secrets.token_hex(6)}"
         if final.exists():
             raise RuntimeError(f"{final}: the state of step {step} is there already")
         items = _items(jax.device_get(state))
