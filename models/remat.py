@@ -29,7 +29,7 @@ LAYER_INPUT = "layer_input"
 _ATTENTION = ("attention_output", "attention_statistics")
 _PROJECTIONS = ("query", "key", "value", "residual")
 _GATES = ("gate", "up")
-_KEPT: dict[str, tuple[str, ...]] = {
+KEPT: dict[str, tuple[str, ...]] = {
     "none": (*_ATTENTION, *_PROJECTIONS, *_GATES),
     "mlp": (*_ATTENTION, *_PROJECTIONS),
     "attention": _ATTENTION,
@@ -37,10 +37,10 @@ _KEPT: dict[str, tuple[str, ...]] = {
 }
 
 # From the one that computes least again.
-REMATS = (*_KEPT, "nested")
+REMATS = (*KEPT, "nested")
 
 # Those whose kept arrays can wait in host memory.
-OFFLOADABLE = tuple(_KEPT)
+OFFLOADABLE = tuple(KEPT)
 
 # Maps (carry, one layer's inputs) to (carry, outputs).
 Layer = Callable[[Any, Any], tuple[Any, Any]]
@@ -49,7 +49,7 @@ Layer = Callable[[Any, Any], tuple[Any, Any]]
 @functools.cache
 def _policy(remat: str, offload: bool) -> Callable[..., Any]:
     """Return what `jax.checkpoint` asks of every operation: whether, and where, its result is kept."""
-    kept = _KEPT[remat]
+    kept = KEPT[remat]
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[] if offload else kept,
         names_which_can_be_offloaded=[LAYER_INPUT, *kept] if offload else [],

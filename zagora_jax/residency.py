@@ -17,7 +17,7 @@ from zagora_jax.host_memory import room_to_pin
 from zagora_jax.kernels import forward_options
 from zagora_jax.layer_ring import LEAST_SLOTS
 from zagora_jax.planning.analytic import ERROR, estimate_memory
-from zagora_jax.planning.candidates import changed
+from zagora_jax.planning.candidates import on_mesh
 from zagora_jax.planning.compiled import compile_planned
 from zagora_jax.planning.shapes import Shapes
 from zagora_jax.reporting.sensors import GIB
@@ -58,12 +58,11 @@ def settle_form(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[
     is_open = config.strategy == "layerwise" and config.stage_form == "auto"
     if not limits or not is_open or why_not_one_jit(config, base.model, mesh) is not None:
         return config
-    axes = {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
     kernel = forward_options(config, base, mesh.devices.flat[0].platform).kernel
     shapes, limit = Shapes(base), min(limits)
     programs = config.model_copy(update={"stage_form": "programs"})
     one, several = (
-        max(estimate.peak for estimate in estimate_memory(changed(form, axes), shapes, kernel, limit))
+        max(estimate.peak for estimate in estimate_memory(on_mesh(form, mesh), shapes, kernel, limit))
         for form in (config, programs)
     )
     if one <= limit * (1 + ERROR):
@@ -93,12 +92,11 @@ def settle_remat(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable
     waits = config.offload.activations or config.offload.optimizer or config.streamed_weights != "none"
     if not limits or waits or config.strategy == "layerwise":
         return full
-    axes = {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
     shapes, limit = Shapes(base), min(limits)
     for remat in _FROM_LEAST:
         chosen = config.model_copy(update={"remat": remat})
         kernel = forward_options(chosen, base, mesh.devices.flat[0].platform).kernel
-        estimates = estimate_memory(changed(chosen, axes), shapes, kernel, limit)
+        estimates = estimate_memory(on_mesh(chosen, mesh), shapes, kernel, limit)
         if max(estimate.peak for estimate in estimates) > limit * (1 + ERROR):
             continue
         planned = max(compile_planned(chosen, mesh, base).planned_memory().values())
@@ -156,8 +154,7 @@ def _room(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str],
     assert isinstance(arrangement, Distribution)
     assert arrangement.waiting is not None
     waiting = arrangement.waiting
-    axes = {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
-    explicit, shapes = changed(config, axes), Shapes(base)
+    explicit, shapes = on_mesh(config, mesh), Shapes(base)
     (estimate,) = estimate_memory(explicit, shapes, forward_options(config, base).kernel, None)
     others = estimate.host - estimate.waiting
     of_layer = waiting.device_bytes * mesh.size

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.sharding import Mesh
+
 from models.config import ModelConfig
 from models.remat import group_count
 from zagora_jax.config import ConfigureConfig, TrainConfig
@@ -233,6 +235,12 @@ def train_config(settings: Settings) -> TrainConfig:
 def changed(config: TrainConfig, settings: Settings) -> TrainConfig:
     """Return a configuration with other settings, by option name; checked as given ones are."""
     return train_config({**_flat(config), **settings})
+
+
+def on_mesh(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """Return a configuration with every axis of its mesh given, as estimates need it."""
+    axes = {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
+    return changed(config, axes)
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from zagora_jax.devices import lacking_memory, memory_limit
 from zagora_jax.errors import UserError
 from zagora_jax.kernels import forward_options
 from zagora_jax.planning.analytic import ERROR, estimate_memory
-from zagora_jax.planning.candidates import changed
+from zagora_jax.planning.candidates import changed, on_mesh
 from zagora_jax.planning.compiled import compile_planned
 from zagora_jax.planning.machine import budget_here
 from zagora_jax.planning.shapes import Shapes
@@ -57,9 +57,7 @@ def _advice(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> s
         # By itself JAX takes three quarters of the card.
         return f"It would fit with --device-memory-limit {math.floor(here.limit / GIB * 10) / 10}."
     limit = min(limit for device in mesh.devices.flat if (limit := memory_limit(device)) is not None)
-    explicit = changed(
-        config, {f"mesh.{axis}": size for axis, size in mesh.shape.items() if hasattr(config.mesh, axis)}
-    )
+    explicit = on_mesh(config, mesh)
     shapes, compiled = Shapes(base), 0
     one_program = shapes.in_one_program(explicit)
     for settings in _changes(explicit):
