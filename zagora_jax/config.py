@@ -135,7 +135,10 @@ class TrainConfig(CommandConfig):
     gradient_accumulation_steps: int = Field(default=8, ge=1, description="Micro-batches in an optimizer step.")
     epochs: int = Field(default=1, ge=1, description="Passes over the training rows.")
     max_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps; where given, epochs does not count."
+        default=None,
+        ge=1,
+        description="Optimizer steps; where given, epochs does not count, but for a synthetic model: its rows are so "
+        "few that the steps go through them that often.",
     )
 
     learning_rate: float = Field(

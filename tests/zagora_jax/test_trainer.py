@@ -488,7 +488,7 @@ def test_a_synthetic_run_says_so(tmp_path, made_up, monkeypatch):
     train(config, reporter)
     assert "SYNTHETIC" in printed()
     assert RunDirectory(config.output).read_report()["synthetic"] is True
-    with pytest.raises(UserError, match="random tokens have no epochs"):
+    with pytest.raises(UserError, match="random tokens have no end"):
         train(config.model_copy(update={"max_steps": None, "output": tmp_path / "other"}), reporter)
 
 

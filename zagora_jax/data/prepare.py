@@ -1,5 +1,6 @@
 """The batches that a command's options ask for: files to tokens to batches, and what is said of them on the way."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -123,16 +124,17 @@ def _report(data: TokenizedData, reporter: Reporter, name: str) -> None:
 
 
 def _random_examples(config: TrainConfig, vocab_size: int, replicas: int) -> Examples:
-    """Draw rows of random tokens, one for every sequence of a run, all supervised and of full length."""
+    """Draw rows of random tokens, all supervised and of full length, so many that a run reads them `epochs` times."""
     if config.data is not None or config.eval_data is not None or config.eval_fraction:
         raise UserError(
             f"--model {config.model}: synthetic weights have no tokenizer and train on random tokens; leave data, "
             "eval_data and eval_fraction out"
         )
     if config.max_steps is None:
-        raise UserError(f"--model {config.model}: random tokens have no epochs; give --max-steps")
+        raise UserError(f"--model {config.model}: random tokens have no end; give --max-steps")
     rng = np.random.default_rng(config.seed)
-    rows = config.max_steps * config.micro_batch_size * replicas * config.gradient_accumulation_steps
+    rows_of_run = config.max_steps * config.micro_batch_size * replicas * config.gradient_accumulation_steps
+    rows = math.ceil(rows_of_run / config.epochs)
     width = config.sequence_length
     return Examples.of(
         Example(

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from runs import recorder, tiny_config
 
+from zagora_jax.config import TrainConfig
 from zagora_jax.data.prepare import evaluation_batches, training_batches
 from zagora_jax.errors import UserError
+from zagora_jax.reporting.progress import Reporter
 
 BASE = SimpleNamespace(synthetic=False, tokenizer=kinds.byte_level)
 
@@ -69,3 +71,20 @@ def test_sources_are_mixed_by_their_weights(tmp_path):
     config = config.model_copy(update={"data_weights": [0.1, 0.01]})
     with pytest.raises(UserError, match="leaves no row in an epoch"):
         both(config)
+
+
+def test_random_rows_come_as_often_as_there_are_epochs(tmp_path):
+    config = TrainConfig(
+        model="synthetic:tiny",
+        max_steps=6,
+        epochs=3,
+        gradient_accumulation_steps=1,
+        micro_batch_size=2,
+        sequence_length=8,
+        output=tmp_path,
+    )
+    base = SimpleNamespace(synthetic=True, model=SimpleNamespace(config=SimpleNamespace(vocab_size=1000)))
+    batches = training_batches(config, base, 2, Reporter()).from_step(0, config.max_steps)
+    rows = [row.tobytes() for _ in range(6) for row in next(batches).tokens.reshape(-1, 8)]
+    assert len(rows) == 6 * 4
+    assert {rows.count(row) for row in rows} == {3}
