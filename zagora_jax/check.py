@@ -15,16 +15,15 @@ def main(config: CheckConfig) -> int:
 
     jax.config.update("jax_platforms", "cpu")  # GPUs are left to whoever uses them now
 
-    from rich.console import Console
-
     from zagora_jax.checking import check
     from zagora_jax.reporting.findings import show
+    from zagora_jax.reporting.terminal import SafeConsole
 
     report = check(config)
     if config.as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        show(report, Console(highlight=False))
+        show(report, SafeConsole())
     return 0 if report.passed else FAILED
 
 

@@ -12,6 +12,7 @@ from zagora_jax.hanging import FAILED, leave
 from zagora_jax.interruption import STOPPED, Interrupted, interruptible
 from zagora_jax.option_groups import CommandConfig
 from zagora_jax.options import COMMAND_LINE, C, Given, Option, build, nearest, options_of
+from zagora_jax.reporting.terminal import enduring_output, visible
 
 YAML_HINT = (
     "Lists are written a,b or [a, b]. CONFIG.yaml holds the same options, with underscores, and nested where a name "
@@ -23,18 +24,22 @@ def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
     """Run a command on the process's arguments and return its exit status.
 
     What a user can correct is printed in one piece, without a traceback, and ends with status 2. SIGTERM and SIGINT
-    end with status 75 (`interruption.STOPPED`); where work would be lost, with 128 and the signal's number.
+    end with status 75 (`interruption.STOPPED`); where work would be lost, with 128 and the signal's number. Output that
+    cannot be written ends no work; it makes a status of 0 a 2, unless a reader just wanted no more.
     """
     os.umask(os.umask(0) | 0o002)  # no file is writable for everybody
-    with interruptible():
+    with enduring_output() as output, interruptible():
         try:
             status = main(parse(config_class, sys.argv[1:])) or 0
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(visible(f"error: {error}"), file=sys.stderr)
             status = FAILED
         except Interrupted as signal:
             print(f"{signal}: stopped; nothing is lost, nothing half written", file=sys.stderr)
             status = STOPPED
+    if output.lost:
+        print(f"error: standard output: cannot be written: {output.lost.strerror}", file=sys.stderr)
+        status = status or FAILED
     return leave(status)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from zagora_jax.command_line import run_command
 from zagora_jax.config import GenerateConfig, quantized_folder
 from zagora_jax.errors import UserError
+from zagora_jax.reporting.terminal import visible
 
 
 def main(config: GenerateConfig) -> None:
@@ -17,6 +18,8 @@ def main(config: GenerateConfig) -> None:
     generator = open_generator(config.model, config.checkpoint, quantized_folder(config.quantized_cache))
     sampling = Sampling(config.max_new_tokens, config.temperature, config.seed)
     answers = (generator.answer if config.chat else generator.complete)(prompts, sampling)
+    if sys.stdout.isatty():  # a file or another program gets the text as it is
+        answers = list(map(visible, answers))
     if config.prompts is None:
         print(answers[0])
         return

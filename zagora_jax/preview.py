@@ -10,11 +10,10 @@ from zagora_jax.errors import UserError
 
 def main(config: PreviewConfig) -> None:
     """Print the first sequences that training would see, and the account of all rows."""
-    from rich.console import Console
-
     from zagora_jax.checkpoints import load_tokenizer, open_checkpoint
     from zagora_jax.data.prepare import lay_out, mixture, training_rows
     from zagora_jax.data.show import show, to_json
+    from zagora_jax.reporting.terminal import SafeConsole
 
     if config.model.startswith("synthetic:"):
         raise UserError(f"--model {config.model}: synthetic weights have no tokenizer, so there is no text to show")
@@ -26,7 +25,7 @@ def main(config: PreviewConfig) -> None:
         print(json.dumps(to_json(batches, tokenizer, config.rows) | {"statistics": data.statistics.to_json()}))
         return
     forced = {"auto": None, "always": True, "never": False}[config.colour]
-    console = Console(force_terminal=forced, highlight=False)
+    console = SafeConsole(force_terminal=forced)
     show(batches, tokenizer, config.rows, console)
     console.print(str(data.statistics), markup=False, soft_wrap=True)
 

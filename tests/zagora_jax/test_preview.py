@@ -15,7 +15,8 @@ from zagora_jax.data.show import pieces, show
 from zagora_jax.data.sources import Location
 
 TEXT = "Sofia, é 😀.\n\nHi there"
-ANSWER = "[[The river \x1b[31mArda.<|im_end|>]]".replace("\x1b", "␛")
+SAID = "The river \x1b[31mA\x9b31mrda.<|im_end|>"  # with escape codes of two kinds
+ANSWER = f"[[{SAID}]]".replace("\x1b", "␛").replace("\x9b", r"\x9b")
 
 
 def example_of(tokens, supervised) -> Example:
@@ -37,7 +38,7 @@ def shown(terminal: bool) -> str:
     tokenizer = kinds.byte_level()
     question, answer = (
         tokenizer("Which river?")["input_ids"],
-        tokenizer("The river \x1b[31mArda.<|im_end|>")["input_ids"],
+        tokenizer(SAID)["input_ids"],
     )
     example = example_of(question + answer, [False] * len(question) + [True] * len(answer))
     batches = Batches(Examples.of([example] * 3), sequence_length=64, packing=False, micro_batch_size=1)
@@ -60,7 +61,8 @@ def test_on_a_terminal_supervised_tokens_are_coloured():
     text = shown(terminal=True)
     assert "\x1b[1;32m" in text or "\x1b[1;36m" in text
     assert "[[The" not in text
-    assert "\x1b[31m" not in text  # the row's own escape code does not reach the terminal
+    assert "\x1b[31m" not in text  # the row's own escape codes do not reach the terminal
+    assert "\x9b" not in text
 
 
 def test_command(tmp_path):

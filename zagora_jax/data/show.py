@@ -11,13 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from zagora_jax.data.batches import Batches
 from zagora_jax.data.examples import Example
+from zagora_jax.reporting.terminal import visible
 
 # Neighbouring tokens get different shades, so that their borders are seen.
 SUPERVISED_STYLES = ("bold green", "bold cyan")
 OTHER_STYLES = ("dim", "none")
-
-# Control characters (all but tab and line feed) would act on the terminal: their pictures are shown.
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
 
 class Piece(NamedTuple):
@@ -52,7 +50,7 @@ def coloured(parts: list[Piece]) -> Text:
     text = Text()
     for number, (piece, supervised) in enumerate(parts):
         styles = SUPERVISED_STYLES if supervised else OTHER_STYLES
-        text.append(piece.translate(_PICTURES), styles[number % 2])
+        text.append(visible(piece), styles[number % 2])
     return text
 
 
@@ -60,7 +58,7 @@ def bracketed(parts: list[Piece]) -> Text:
     """The pieces, supervised ones between [[ and ]]."""
     text = Text()
     for supervised, run in groupby(parts, key=lambda piece: piece.supervised):
-        joined = "".join(piece.text for piece in run).translate(_PICTURES)
+        joined = visible("".join(piece.text for piece in run))
         text.append(f"[[{joined}]]" if supervised else joined)
     return text
 
@@ -121,5 +119,5 @@ def _show_sequence(
         parts = list(pieces(example, tokenizer))
         supervised = int(np.count_nonzero(example.weights))
         title = f"{example.location}: {len(example.tokens):,} tokens, {supervised:,} supervised"
-        console.print(Text(title, "bold"), soft_wrap=True)
+        console.print(Text(visible(title), "bold"), soft_wrap=True)
         console.print(coloured(parts) if console.is_terminal else bracketed(parts), soft_wrap=True)

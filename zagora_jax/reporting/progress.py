@@ -16,6 +16,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from zagora_jax.reporting.terminal import SafeConsole
+
 SECONDS_BETWEEN_LINES = 10.0  # while weights are read, where there is no terminal
 
 
@@ -24,7 +26,7 @@ class Reporter:
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         """Print to `console`, by default the standard output's; `clock` gives seconds."""
-        self.console = console or Console(highlight=False)
+        self.console = console or SafeConsole()
         self._clock = clock
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
