@@ -114,7 +114,7 @@ def remains(run: Path) -> list[Path]:
 
 def numbers(run: Path) -> list[dict[str, Any]]:
     """A run's metrics, without those that are never the same twice."""
-    timed = {"seconds", "tokens_per_second", "peak_memory_gib", "idle", "save_put_off"}
+    timed = {"seconds", "tokens_per_second", "peak_memory_gib", "idle", "save_put_off", "cards", "paused_seconds"}
     return [
         {name: value for name, value in line.items() if name not in timed}
         for line in read_metrics(run / "metrics.jsonl")

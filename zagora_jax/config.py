@@ -254,6 +254,12 @@ class TrainConfig(CommandConfig):
         gt=0,
         description="Seconds that the present step and its save may take after SIGTERM or SIGINT (Ctrl-C).",
     )
+    pause_above_celsius: float | None = Field(
+        default=None,
+        gt=0,
+        description="Wait between two steps while a card is hotter than so many degrees Celsius, until all are 5 "
+        "degrees cooler than that.",
+    )
     resume: bool | FilePath = Field(
         default=False,
         description="Go on from the newest checkpoint of output (true), or from the checkpoint at this path.",

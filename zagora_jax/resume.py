@@ -27,6 +27,7 @@ FREE_OPTIONS = {
     "keep_checkpoints",
     "loss_spike_action",
     "stop_grace",
+    "pause_above_celsius",
     "resume",
     "adapter",  # where training begins; its settings are compared as the lora options
     "quantized_cache",

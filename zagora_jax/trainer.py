@@ -47,6 +47,7 @@ from zagora_jax.host_memory import allow_pinned_memory, require_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.planning.check import require_fit
+from zagora_jax.reporting.card_watch import CardWatch
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
 from zagora_jax.reporting.trace import show_trace, tracing
@@ -133,6 +134,7 @@ class _Run:
             "A device, its driver or the link to another one does not answer. The steps up to the last saved one, in "
             f"{self.directory.checkpoints}, stand: the same command with --resume goes on from there"
         )
+        self.sensors = CardWatch(reporter.say, config.pause_above_celsius)
         self._check_profiled_step()
 
     def _check_profiled_step(self) -> None:
@@ -229,7 +231,9 @@ class _Run:
                 "options": self.progress.options,
                 "facts": facts,
                 "versions": _versions(),
+                "total_steps": self.total_steps,
                 "loss_after": None,
+                **self.sensors.facts(),
             }
         )
 
@@ -390,6 +394,7 @@ class _Run:
             MetricsFile(self.directory.metrics, after_step=first, missing=missing) as metrics_file,
             self.reporter.training(last, first, config.log_every) as bar,
             BackgroundWriter() as background,
+            self.sensors,
         ):
             prepare = partial(self._prepare_save, states, metrics_file)
             saver = Saver(prepare, background, self.reporter.say, first_step=first, every=config.save_every)
@@ -404,6 +409,7 @@ class _Run:
                         state, left = compiled.finish(state)
                         metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
                     metrics |= skipped.after(metrics)
+                    metrics |= self.sensors.after_step()
                     metrics |= saver.after(number, is_good=not skipped.in_a_row)
                     try:
                         if measure and self._evaluates(number):
@@ -417,7 +423,10 @@ class _Run:
                         saver.save(state)
                         break
                     saver.save_if_due(state)
-        self.directory.update_report({"skipped_updates": skipped.total, "saves_put_off": saver.put_off})
+                    self.sensors.cool_down()
+        self.directory.update_report(
+            {"skipped_updates": skipped.total, "saves_put_off": saver.put_off, **self.sensors.facts()}
+        )
         return state
 
     @contextmanager
