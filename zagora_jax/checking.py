@@ -164,11 +164,16 @@ class _Check:
         self.report.facts["devices"] = {"gpus": len(self.gpus), "mesh": sizes}
         return sizes
 
-    def _data(self, tokenizer: PreTrainedTokenizerBase, sizes: dict[str, int]) -> Batches:
+    def _data(self, tokenizer: PreTrainedTokenizerBase, sizes: dict[str, int]) -> Batches | None:
+        """The batches; None where no row that was read is trained on."""
         data = training_rows(self.config, tokenizer, self._first_rows)
         self._describe("data", data)
+        if not len(data.examples):
+            return None
         rows = sizes.get("data", 1) * sizes.get("fsdp", 1)
-        return lay_out(self.config, data.examples, rows, mixture(self.config, data))
+        # Of a part of the rows, a mixture tells nothing.
+        shares = mixture(self.config, data) if data.statistics.complete else []
+        return lay_out(self.config, data.examples, rows, shares)
 
     def _eval_data(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._describe("eval data", held_out_rows(self.config, tokenizer, first_rows=self._first_rows))
@@ -192,6 +197,8 @@ class _Check:
         if not statistics.complete:
             first = f"only the first {self.config.rows:,} rows of each source were read; --rows 0 reads all"
             self._find("warning", subject, first)
+        if data.doubt:
+            self._find("warning", subject, f"training refuses, if the rows that were not read are alike: {data.doubt}")
 
     def _steps(self, base: BaseModel, batches: Batches) -> None:
         config, context = self.config, base.model.config.max_positions

@@ -102,6 +102,32 @@ def test_the_first_rows_are_read_and_the_report_says_so(world):
     assert check(configure(world, rows=0)).facts["steps"]["optimizer_steps"] == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "doubt"),
+    [
+        ({}, "3 of 4 rows (75.0%) have no supervised token within the sequence length"),
+        ({"sequence_length": 8}, "no row is left to train on"),
+        ({"eval_fraction": 0.999999}, "eval_fraction leaves none of the 4 rows for this part"),
+        ({"eval_fraction": 0.000001}, "eval_fraction leaves none of the 4 rows for this part"),
+        ({"data_weights": 0.1}, None),  # rounds to no row of four
+    ],
+)
+def test_what_only_the_rows_that_were_not_read_can_tell_is_no_error(world, tmp_path, options, doubt):
+    rows = tmp_path / "rows.jsonl"
+    bad = {"messages": [{"role": "user", "content": "Hi"}]} if doubt and "3 of 4" in doubt else None
+    good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good morning."}]}
+    written = [good] + 3 * [bad or good] + 36 * [good]  # 3 of all 40 are less than a tenth
+    rows.write_text("".join(json.dumps(row) + "\n" for row in written))
+    options = {"output": tmp_path / "run"} | options
+    texts = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    report = check(parse(CheckConfig, [str(world / "model"), str(rows), "--rows", "4", *texts]))
+    assert report.passed
+    warnings = [finding.message for finding in report.findings]
+    doubts = [warning for warning in warnings if "if the rows that were not read are alike" in warning]
+    assert (len(doubts), [doubt in found for found in doubts]) == ((1, [True]) if doubt else (0, []))
+    assert any("only the first 4 rows of each source were read" in warning for warning in warnings)
+
+
 def test_gpus_that_are_here_are_counted_and_compared(world, monkeypatch):
     monkeypatch.setattr(checking, "installed_gpus", lambda: [24 * 2**30] * 3)
     report = check(configure(world))

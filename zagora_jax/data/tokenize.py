@@ -46,11 +46,19 @@ class Preparation:
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Rows ready for batches, and the account of how they came about; of `sources`, each gave the rows in its range."""
+    """Rows ready for batches, and the account of how they came about.
+
+    Attributes:
+        examples: the rows.
+        statistics: the account.
+        sources: of each source, the rows that it gave.
+        doubt: what is refused if the rows that were not read are like those that were; None where all were read.
+    """
 
     examples: Examples
     statistics: Statistics
     sources: tuple[range, ...]
+    doubt: str | None = None
 
 
 def tokenize_rows(
@@ -72,7 +80,7 @@ def tokenize_rows(
         passes: how often an epoch goes through each source, for the account.
 
     Raises:
-        UserError: a row is wrong, too many are left out, or none is left.
+        UserError: a row is wrong; or, where all are read, too many are left out or none is left.
     """
     located = locate_all([str(source) for source in sources])
     statistics = Statistics()
@@ -94,8 +102,10 @@ def tokenize_rows(
             kept = SourceStatistics(name, len(files), len(ranges[-1]), writer.tokens - first_token, weight)
             statistics.sources.append(kept)
         examples = writer.finish()
-    _require_rows(", ".join(map(str, sources)), statistics, preparation.max_left_out)
-    return TokenizedData(examples, statistics, tuple(ranges))
+    complaint = _complain(", ".join(map(str, sources)), statistics, preparation.max_left_out)
+    if complaint and statistics.complete:
+        raise UserError(complaint)
+    return TokenizedData(examples, statistics, tuple(ranges), complaint)
 
 
 def _rendered(
@@ -185,15 +195,17 @@ def _count(example: Example, statistics: Statistics) -> None:
     statistics.longest = max(statistics.longest, len(example.tokens))
 
 
-def _require_rows(sources: str, statistics: Statistics, max_left_out: float) -> None:
+def _complain(sources: str, statistics: Statistics, max_left_out: float) -> str | None:
+    """What is wrong with the rows as a whole."""
     if not statistics.rows and statistics.other_part:
-        raise UserError(f"{sources}: eval_fraction leaves none of the {statistics.other_part:,} rows for this part")
+        return f"{sources}: eval_fraction leaves none of the {statistics.other_part:,} rows for this part"
     if not statistics.kept:
-        raise UserError(f"{sources}: no row is left to train on\n{statistics}")
+        return f"{sources}: no row is left to train on\n{statistics}"
     share = statistics.left_out / statistics.rows
-    if share > max_left_out:
-        raise UserError(
-            f"{sources}: {statistics.left_out:,} of {statistics.rows:,} rows ({share:.1%}) have no supervised token "
-            f"within the sequence length, more than max_left_out ({max_left_out:.1%}). Look at them with the command "
-            f"preview; if they are to be left out, raise --max-left-out\n{statistics}"
-        )
+    if share <= max_left_out:
+        return None
+    return (
+        f"{sources}: {statistics.left_out:,} of {statistics.rows:,} rows ({share:.1%}) have no supervised token "
+        f"within the sequence length, more than max_left_out ({max_left_out:.1%}). Look at them with the command "
+        f"preview; if they are to be left out, raise --max-left-out\n{statistics}"
+    )
