@@ -11,8 +11,9 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -105,6 +106,32 @@ def saves_in_time(patch: Callable[[type, str, Callable], None] = setattr) -> Non
         return False
 
     patch(BackgroundWriter, "is_busy", is_busy)
+
+
+@contextmanager
+def compiled_once(folder: Path) -> Iterator[None]:
+    """Let all runs in the block share what they compile, in `folder`: most of a tiny run's time."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+
+    def use(options: dict[str, Any]) -> None:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    use(options)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 def remains(run: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Which steps of a run are saved, and when."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,7 @@ class Saver:
         self._first_step, self._every = first_step, every
         self._finished = self._saved = first_step
         self._is_due, self._is_good, self._is_put_off = False, True, False
+        self._completed: deque[int] = deque()  # filled by the thread that saves
         self.put_off = 0
 
     def after(self, step: int, *, is_good: bool) -> dict[str, Any]:
@@ -86,9 +88,15 @@ class Saver:
                 saves=True,
             ):
                 write()
+            self._completed.append(step)
 
         self._background.submit(job)
         self._saved, self._is_due = step, False
+
+    def completed(self) -> Iterator[int]:
+        """Yield the steps whose saves have come to their end since the last call."""
+        while self._completed:
+            yield self._completed.popleft()
 
     @contextmanager
     def rescuing(self, latest: Callable[[], TrainState]) -> Iterator[None]:

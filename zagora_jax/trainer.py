@@ -3,7 +3,7 @@
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +29,8 @@ from zagora_jax.adapter import (
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import CompiledStep, Recipe
 from zagora_jax.base import open_base
+from zagora_jax.callbacks import Begin, Callback, Callbacks, End, Evaluated, Saved
+from zagora_jax.callbacks import Step as StepEvent
 from zagora_jax.checkpoints.background import BackgroundWriter, copy_to_host
 from zagora_jax.checkpoints.load import Destination
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
@@ -74,8 +76,13 @@ class TrainResult:
     loss_after: float | None
 
 
-def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
+def train(config: TrainConfig, reporter: Reporter | None = None, callbacks: Sequence[Callback] = ()) -> TrainResult:
     """Train an adapter as `config` says, or go on with a run that was broken off.
+
+    Args:
+        config: the options.
+        reporter: prints the run's story; by default to the standard output.
+        callbacks: are told what happens, see `zagora_jax.callbacks`.
 
     Raises:
         UserError: wrong input, found before the weights are read; a training that diverges; a disk that is full; a
@@ -83,7 +90,7 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
         Interrupted: SIGTERM or SIGINT came; every finished step is saved.
     """
     with interruption.interruptible():
-        run = _Run(config, reporter or Reporter())
+        run = _Run(config, reporter or Reporter(), callbacks)
         try:
             return run.train()
         except OSError as error:
@@ -96,9 +103,9 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> TrainResult:
 class _Run:
     """One training run. The constructor reads and checks; `train` uses the device and writes."""
 
-    def __init__(self, config: TrainConfig, reporter: Reporter):
+    def __init__(self, config: TrainConfig, reporter: Reporter, callbacks: Sequence[Callback] = ()):
         config = with_adapters_options(config)
-        self.config, self.reporter = config, reporter
+        self.config, self.reporter, self.callbacks = config, reporter, Callbacks(callbacks)
         allow_pinned_memory(config)
         if config.device_memory_limit is not None:
             limit_memory(config.device_memory_limit)
@@ -129,7 +136,9 @@ class _Run:
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
         self.saved = find_saved(self.directory, config, self.progress, self.iterator, reporter.say)
-        self.first_step = 0 if self.saved is None else self.saved.step
+        self.first_step = self.finished_steps = 0 if self.saved is None else self.saved.step
+        self.stop = self._earlier_stop()
+        self.goes_on = self.first_step < self.total_steps and self.stop is None
         self.pace = Pace(
             "A device, its driver or the link to another one does not answer. The steps up to the last saved one, in "
             f"{self.directory.checkpoints}, stand: the same command with --resume goes on from there"
@@ -145,38 +154,59 @@ class _Run:
         if step is not None and step <= self.first_step:
             self.reporter.say(f"--profile-step {step}: is past, and is not profiled: the run goes on behind it")
 
+    def _earlier_stop(self) -> str | None:
+        """Say why the run was ended behind the saved step before its last, if it was.
+
+        Who names the checkpoint to go on from goes on.
+        """
+        if self.config.resume is not True:
+            return None
+        line = next((line for line in read_metrics(self.directory.metrics) if line["step"] == self.first_step), {})
+        return line.get("stop")
+
     def train(self) -> TrainResult:
         if self._is_finished():
+            stopped = (
+                f": {self.stop}. --resume {self.directory.checkpoints / str(self.first_step)} goes on"
+                if self.stop
+                else ""
+            )
             self.reporter.say(
-                f"{self.directory.path}: finished already, at step {self.first_step} of {self.total_steps}"
+                f"{self.directory.path}: finished already, at step {self.first_step} of {self.total_steps}{stopped}"
             )
             return self._result()
         with self.directory.claimed():
             if not self.config.resume:
                 self.directory.require_free()  # again: another run may have ended there since
             try:
-                return self._train()
+                result = self._train()
+            except BaseException as error:
+                self.callbacks.tell(End(self.directory.path, None, error))
+                raise
             finally:
                 if self.arrangement.feed is not None:
                     self.arrangement.feed.close()
+            self.callbacks.tell(End(self.directory.path, result, None))
+            return result
 
     def _train(self) -> TrainResult:
+        config = self.config
         self._settle()
         self._open_directory()
-        if self.first_step < self.total_steps:
+        if self.goes_on:
             try_connections(self.arrangement.mesh)
         # Before any weight is read, so that a step that cannot fit costs seconds.
-        compiled = self._compile_step() if self.first_step < self.total_steps else None
+        compiled = self._compile_step() if self.goes_on else None
         frozen = self._load()
         state = self._initial_state()
-        if self.saved is None and self.config.lora.initialization != "default":
+        if self.saved is None and config.lora.initialization != "default":
             self._save_adapter(self.arrangement.whole_state(state, self.state_shapes), self.directory.initial_adapter)
         if compiled is not None:
             frozen, state = compact((frozen, state), compiled.planned_memory())
         # States are forgotten before the metrics of their steps: those of every saved step are always there.
-        keep = self.config.keep_checkpoints
-        states = StateWriter(self.directory.checkpoints, keep=keep, after_step=self.first_step)
+        states = StateWriter(self.directory.checkpoints, keep=config.keep_checkpoints, after_step=self.first_step)
         measure = self._compile_evaluation(frozen)
+        self.callbacks.tell(Begin(config, self.directory.path, self.first_step, self.total_steps, self.facts))
         if self.saved is None:
             self._evaluate(measure, state, "loss_before")
         if compiled is not None:
@@ -201,7 +231,7 @@ class _Run:
 
     def _is_finished(self) -> bool:
         """Tell whether all is done: a run may also break off behind its last step, before the last evaluation."""
-        if self.first_step < self.total_steps or not self.directory.adapter.is_dir():
+        if self.goes_on or not self.directory.adapter.is_dir():
             return False
         return self.eval_batches is None or self.directory.read_report().get("loss_after") is not None
 
@@ -210,8 +240,8 @@ class _Run:
         self.directory.create()
         if self.saved is None and self.config.resume:
             self.reporter.say(f"{self.directory.path}: no step was saved here yet, so this run begins at the first one")
-        facts = self._facts()
-        self.reporter.banner("zagora-jax train", facts)
+        self.facts = self._facts()
+        self.reporter.banner("zagora-jax train", self.facts)
         if self.config.gradient_exchange == "delayed":
             self.reporter.say(
                 "gradient exchange delayed: each step applies the gradients of the one before, so the first applies "
@@ -229,7 +259,7 @@ class _Run:
                 "synthetic": self.base.synthetic,
                 "model_fingerprint": self.progress.model,
                 "options": self.progress.options,
-                "facts": facts,
+                "facts": self.facts,
                 "versions": _versions(),
                 "total_steps": self.total_steps,
                 "loss_after": None,
@@ -345,6 +375,7 @@ class _Run:
         result = measure(state)
         self.directory.update_report({name: result.loss, "eval_supervised_tokens": result.supervised_tokens})
         self.reporter.say(f"eval loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
+        self._tell_evaluation(result, self.finished_steps)
 
     def _compile_step(self) -> CompiledStep:
         """Compile the train step once and for all: the result refuses other shapes instead of compiling again."""
@@ -388,7 +419,7 @@ class _Run:
         skipped = SkippedSteps(config, self.batches, self.reporter.say, before)
         missing: dict[str, Any] = {}
         if measure and first and self._evaluates(first) and "eval_loss" not in before[-1]:
-            missing = {"eval_loss": measure(state).loss}
+            missing = self._evaluation(measure, state, first)
         with (
             interruption.saving_first(config.stop_grace),
             MetricsFile(self.directory.metrics, after_step=first, missing=missing) as metrics_file,
@@ -405,29 +436,67 @@ class _Run:
                     background.raise_if_failed()
                     with self._profiling(number):
                         state, metrics = self._step(lambda state, batch: compiled(state, frozen, batch), state, number)
+                    self.finished_steps = number
                     if number == last:
-                        state, left = compiled.finish(state)
-                        metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
+                        state = self._finish(compiled, state, metrics)
                     metrics |= skipped.after(metrics)
                     metrics |= self.sensors.after_step()
                     metrics |= saver.after(number, is_good=not skipped.in_a_row)
                     try:
                         if measure and self._evaluates(number):
                             with suppress(interruption.Interrupted):  # then it is evaluated on resumption
-                                metrics["eval_loss"] = measure(state).loss
+                                metrics |= self._evaluation(measure, state, number)
+                        stops = self._tell_step(metrics)
+                        if stops and number < last:
+                            state = self._finish(compiled, state, metrics)
                     finally:
                         metrics_file.write(metrics)
                     bar.step(metrics)
                     skipped.stop_if_diverged(metrics, self.directory.checkpoints)
-                    if number == last or interruption.requested():
+                    if number == last or stops or interruption.requested():
                         saver.save(state)
                         break
                     saver.save_if_due(state)
+                    self._tell_saves(saver)
                     self.sensors.cool_down()
+            background.wait()
+            self._tell_saves(saver)
         self.directory.update_report(
             {"skipped_updates": skipped.total, "saves_put_off": saver.put_off, **self.sensors.facts()}
         )
         return state
+
+    def _evaluation(self, measure: Measure, state: TrainState, step: int) -> dict[str, float]:
+        """Evaluate after a step, and return what its metrics say of it."""
+        result = measure(state)
+        self._tell_evaluation(result, step)
+        return {"eval_loss": result.loss}
+
+    def _tell_evaluation(self, result: Evaluation, step: int) -> None:
+        losses = {"eval_loss": result.loss}
+        self.callbacks.tell(Evaluated(step, self.total_steps, losses, result.supervised_tokens))
+
+    def _tell_step(self, metrics: dict[str, Any]) -> bool:
+        """Tell of a finished step; returns whether the run is to end behind it, and why that is, in its metrics."""
+        event = StepEvent(self.finished_steps, self.total_steps, metrics)
+        self.callbacks.tell(event)
+        if not event.stops:
+            return False
+        metrics["stop"] = "; ".join(event.stops)
+        self.reporter.say(f"the run ends behind step {event.step} of {event.total_steps}: {metrics['stop']}")
+        return True
+
+    @staticmethod
+    def _finish(compiled: CompiledStep, state: TrainState, metrics: dict[str, Any]) -> TrainState:
+        """Apply what the last step has left, which its metrics tell."""
+        state, left = compiled.finish(state)
+        metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
+        return state
+
+    def _tell_saves(self, saver: Saver) -> None:
+        """Tell of the saves that have come to their end since."""
+        for step in saver.completed():
+            self.callbacks.tell(Saved(step, self.directory.path))
 
     @contextmanager
     def _profiling(self, number: int) -> Iterator[None]:
@@ -499,7 +568,9 @@ class _Run:
 
     def _result(self) -> TrainResult:
         report = self.directory.read_report()
-        return TrainResult(self.directory.path, self.total_steps, report.get("loss_before"), report.get("loss_after"))
+        return TrainResult(
+            self.directory.path, self.finished_steps, report.get("loss_before"), report.get("loss_after")
+        )
 
 
 def _versions() -> dict[str, str]:
