@@ -558,6 +558,21 @@ class GenerateConfig(CommandConfig):
         return self
 
 
+class MonitorConfig(CommandConfig):
+    """Show the cards of this machine and a run, while it goes on or afterwards."""
+
+    command = "monitor"
+    positional = "run"
+
+    run: FilePath = Field(
+        default=Path("runs"),
+        description="A run directory, or a folder of some, of which the one written last is shown in full.",
+    )
+    interval: float = Field(default=1.0, ge=0.1, le=3600, description="Seconds between two looks.")
+    once: bool = Field(default=False, description="Look once and end, as where the output is no terminal.")
+    as_json: bool = Field(default=False, alias="json", description="Look once and print one JSON object instead.")
+
+
 COMMANDS: tuple[type[CommandConfig], ...] = (
     TrainConfig,
     CheckConfig,
@@ -566,4 +581,5 @@ COMMANDS: tuple[type[CommandConfig], ...] = (
     ExportConfig,
     EvaluateConfig,
     GenerateConfig,
+    MonitorConfig,
 )
