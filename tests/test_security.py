@@ -70,7 +70,7 @@ def test_a_token_is_not_in_the_message_of_a_hub_that_cannot_be_reached(tmp_path)
     program = "from zagora_jax.checkpoints import open_checkpoint\nopen_checkpoint('owner/model-that-is-not-there')"
     environment = os.environ | {"HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert "owner/model-that-is-not-there is no local folder" in done.stderr
+    assert "owner/model-that-is-not-there: is not a local folder" in done.stderr
     assert TOKEN not in done.stdout + done.stderr
 
 

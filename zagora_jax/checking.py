@@ -75,9 +75,8 @@ class _Check:
         self.gpus = installed_gpus()
 
     def run(self) -> Report:
-        with self._warnings("model"):
-            base = self._try("model", self._model)
-            tokenizer = self._try("tokenizer", lambda: self._tokenizer(base)) if base and not base.synthetic else None
+        base = self._try("model", self._model)
+        tokenizer = self._try("tokenizer", lambda: self._tokenizer(base)) if base and not base.synthetic else None
         sizes = self._try("devices", self._devices)
         batches = self._try("data", lambda: self._data(tokenizer, sizes)) if tokenizer and sizes else None
         if tokenizer and (self.config.eval_data or self.config.eval_fraction):
@@ -90,11 +89,12 @@ class _Check:
         return self.report
 
     def _try(self, subject: str, look: Callable[[], T]) -> T | None:
-        try:
-            return look()
-        except UserError as error:
-            self._find("error", subject, str(error))
-            return None
+        with self._warnings(subject):
+            try:
+                return look()
+            except UserError as error:
+                self._find("error", subject, str(error))
+                return None
 
     def _find(self, level: Literal["error", "warning"], subject: str, message: str) -> None:
         self.report.findings.append(Finding(level, subject, message))

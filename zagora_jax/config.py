@@ -303,6 +303,8 @@ class TrainConfig(CommandConfig):
         if self.data_weights and len(self.data_weights) != len(self.data or []):
             numbers, entries = len(self.data_weights), len(self.data or [])
             raise ValueError(f"data_weights has {numbers} numbers, data has {entries} entries: give each one")
+        if self.long_rows != "split" and self.overlap != type(self).model_fields["overlap"].default:
+            raise ValueError(f"overlap is {self.overlap} but long_rows is {self.long_rows}: only split has an overlap")
         if self.long_rows == "split" and self.overlap >= self.sequence_length:
             raise ValueError(f"overlap ({self.overlap}) must be below sequence_length ({self.sequence_length})")
         return self

@@ -78,7 +78,7 @@ def test_warnings_of_the_readers_are_part_of_the_report(world, tmp_path, caplog)
     model = tiny_llama(tmp_path / "model", eos_token_id=5)
     report = check(parse(CheckConfig, [str(model), str(world / "rows.jsonl"), "--output", str(tmp_path / "run")]))
     assert report.passed
-    assert "config.json says eos_token_id 5, the tokenizer" in found(report, "warning")["model"]
+    assert "config.json says eos_token_id 5, the tokenizer" in found(report, "warning")["tokenizer"]
     assert not caplog.records
 
 

@@ -132,6 +132,8 @@ def test_a_positional_option():
         (["--lora.targets", "[a-z].*"], r"--lora\.targets: expected a YAML list or text, found \[a-z\]"),
         (["--output", ""], r'--output: expected a path, found ""$'),
         (["--eval-data", "a,"], r'--eval-data: expected a path or the name of a data set, found ""$'),
+        (["--overlap", "5"], r"^overlap is 5 but long_rows is cut: only split has an overlap$"),
+        (["--long-rows", "split", "--overlap", "2048"], r"^overlap \(2048\) must be below sequence_length \(2048\)$"),
         (["--eval-every", "5"], r"^eval_every is 5 but there is no eval_data"),
     ],
 )

@@ -5,16 +5,9 @@ import re
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 
 from zagora_jax.checkpoints.huggingface import ASSET_FILES, INDEX, TEMPLATE_DIRECTORY, WEIGHTS, read_weight_map
-from zagora_jax.errors import UserError
+from zagora_jax.hub_errors import HUB_ERRORS, as_user_error
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -54,20 +47,5 @@ def download_config(hub_id: str) -> Path:
 def _snapshot(hub_id: str, patterns: list[str]) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise UserError(
-            f"{hub_id}: access must be granted first. Accept the model's terms on its page, then log in with "
-            "`hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{hub_id} is neither a local folder nor a model that the hub shows you. Check the spelling; "
-            "a private model needs `hf auth login`."
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()
-        raise UserError(
-            f"{hub_id} is no local folder, and the hub cannot be reached to download it "
-            f"({reason[0] if reason else type(error).__name__}). Name a local folder or a GGUF file, or try again "
-            "where there is a network."
-        ) from error
+    except HUB_ERRORS as error:
+        raise as_user_error(hub_id, "model", "a local folder or GGUF file", error) from error

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import huggingface_hub
 import yaml
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
 from zagora_jax.data.files import SUFFIXES
 from zagora_jax.data.splits import TRAIN, choose_split, require_all_shards
 from zagora_jax.errors import UserError
+from zagora_jax.hub_errors import HUB_ERRORS, REFUSALS, as_user_error
 
 logger = logging.getLogger(__name__)
 
@@ -140,17 +140,16 @@ def _card(address: _Address) -> dict[str, Any]:
 def _list(address: _Address) -> list[str]:
     """The names of all files of the data set; where the hub cannot be reached, of those in the cache."""
     try:
-        return huggingface_hub.HfApi().list_repo_files(address.name, repo_type="dataset", revision=address.revision)
-    except (GatedRepoError, RepositoryNotFoundError) as error:
+        info = huggingface_hub.HfApi().dataset_info(address.name, revision=address.revision)
+        return [file.rfilename for file in info.siblings or ()]
+    except REFUSALS as error:
         raise _refusal(address, error) from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except HUB_ERRORS as error:
         try:
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    address.name, repo_type="dataset", revision=address.revision, local_files_only=True
-                )
-            )
-        except (HfHubHTTPError, HFValidationError, OSError):
+            # The empty list asks for no file, since the client would refuse a folder that lacks some of those it has
+            # once seen in the data set.
+            folder = _fetch(address, [], local_files_only=True)
+        except UserError:
             raise _refusal(address, error) from error
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         logger.warning(
@@ -161,31 +160,20 @@ def _list(address: _Address) -> list[str]:
         return names
 
 
-def _fetch(address: _Address, patterns: list[str]) -> Path:
+def _fetch(address: _Address, patterns: list[str], local_files_only: bool = False) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                address.name, repo_type="dataset", revision=address.revision, allow_patterns=patterns
+                address.name,
+                repo_type="dataset",
+                revision=address.revision,
+                allow_patterns=patterns,
+                local_files_only=local_files_only,
             )
         )
-    except (GatedRepoError, RepositoryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+    except HUB_ERRORS as error:
         raise _refusal(address, error) from error
 
 
-def _refusal(address: _Address, error: Exception) -> UserError:
-    if isinstance(error, GatedRepoError):
-        return UserError(
-            f"{address.name}: access must be granted first. Accept the data set's terms on its page, then log in with "
-            "`hf auth login`"
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return UserError(
-            f"{address.name}: is neither a local file or folder nor a data set that the hub shows you. Check the "
-            "spelling; a private data set needs `hf auth login`"
-        )
-    reason = str(error).strip().splitlines()
-    return UserError(
-        f"{address.name}: is no local file or folder, and the hub cannot be reached to download it "
-        f"({reason[0] if reason else type(error).__name__}). Name a local file or folder, or try again where there is "
-        "a network"
-    )
+def _refusal(address: _Address, error: BaseException) -> UserError:
+    return as_user_error(address.name, "data set", "a local file or folder", error)

@@ -1,10 +1,13 @@
 """Which of many files belong together: splits as Hugging Face names them, and numbered sets of files."""
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from zagora_jax.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 
@@ -41,6 +44,15 @@ def choose_split(names: Sequence[str], split: str | None, source: str) -> list[s
         return list(names)
     wanted = split or TRAIN
     if wanted in by_split:
+        if untold := by_split.get(None):
+            logger.warning(
+                "%s: %d files, whose names tell no split, are left out of %s: %s%s",
+                source,
+                len(untold),
+                wanted,
+                untold[0],
+                ", ..." if len(untold) > 1 else "",
+            )
         return by_split[wanted]
     found = ", ".join(name for name in by_split if name) or "no file that tells its split"
     raise UserError(f"{source}: has no split {wanted}, found {found}; name one behind a colon, as {source}:test")

@@ -65,7 +65,9 @@ def test_a_hub_out_of_reach_is_one_clear_error(tmp_path):
         [sys.executable, "-c", program], env=os.environ | settings, capture_output=True, text=True, check=False
     )
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("zagora_jax.errors.UserError: owner/name is no local folder, and the hub cannot be reached")
+    assert last.startswith(
+        "zagora_jax.errors.UserError: owner/name: is not a local folder or GGUF file, and the hub cannot be reached"
+    )
 
 
 def test_offline_mode_is_one_clear_error(monkeypatch):

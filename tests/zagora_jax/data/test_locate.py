@@ -1,6 +1,10 @@
 import json
+import os
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.ipc
@@ -90,6 +94,12 @@ def test_splits_are_told_by_whole_words(name, split):
     assert split_of(name) == split
 
 
+def test_files_that_tell_no_split_are_not_left_out_in_silence(tmp_path, caplog):
+    folder = touch(tmp_path, "train.jsonl", "more.jsonl", "other.jsonl")
+    assert [file.name for file in locate(str(folder))] == ["train.jsonl"]
+    assert caplog.messages == [f"{folder}: 2 files, whose names tell no split, are left out of train: more.jsonl, ..."]
+
+
 def test_a_numbered_set_must_be_whole(tmp_path):
     touch(tmp_path, *(f"train-{number:05d}-of-00004.jsonl" for number in (0, 1, 3)))
     message = r"1 of the 4 files train-\*-of-00004\.jsonl are missing, first train-00002-of-00004\.jsonl"
@@ -162,12 +172,12 @@ class Hub:
         self.remote, self.cache, self.reachable = remote, cache, reachable
         self.fetched: set[str] = set()
 
-    def list_repo_files(self, repo_id, *, repo_type, revision):
-        assert repo_type == "dataset"
+    def dataset_info(self, repo_id, *, revision):
         if not self.reachable:
             raise LocalEntryNotFoundError("outgoing traffic has been disabled")
         folder = self.remote / repo_id
-        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
     def snapshot_download(self, repo_id, *, repo_type, revision, allow_patterns=("*",), local_files_only=False):
         assert repo_type == "dataset"
@@ -175,7 +185,8 @@ class Hub:
         if (local_files_only or not self.reachable) and not snapshot.exists():
             raise LocalEntryNotFoundError("not in the cache")
         if not local_files_only and self.reachable:
-            for name in self.list_repo_files(repo_id, repo_type=repo_type, revision=revision):
+            for file in self.dataset_info(repo_id, revision=revision).siblings:
+                name = file.rfilename
                 if any(fnmatch(name, pattern) for pattern in allow_patterns):
                     self.fetched.add(name)
                     touch(snapshot, name)
@@ -187,9 +198,7 @@ class Hub:
 def fake_hub(tmp_path, monkeypatch):
     fake = Hub(tmp_path / "remote", tmp_path / "cache")
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", fake.snapshot_download)
-    monkeypatch.setattr(
-        hub.huggingface_hub.HfApi, "list_repo_files", lambda _self, *a, **b: fake.list_repo_files(*a, **b)
-    )
+    monkeypatch.setattr(hub.huggingface_hub.HfApi, "dataset_info", lambda _self, *a, **b: fake.dataset_info(*a, **b))
     monkeypatch.chdir(tmp_path)
     return fake
 
@@ -257,7 +266,7 @@ def test_a_hub_out_of_reach_leaves_what_is_in_the_cache(fake_hub, caplog):
     fake_hub.reachable = False
     assert names("o/n") == ["train.jsonl"]
     assert "o/n: the hub cannot be reached; the 1 files that are in its local cache are taken" in caplog.text
-    with pytest.raises(UserError, match=r"o/other: is no local file or folder, and the hub cannot be reached"):
+    with pytest.raises(UserError, match=r"o/other: is not a local file or folder, and the hub cannot be reached"):
         locate("o/other")
 
 
@@ -267,3 +276,37 @@ def test_a_download_that_is_not_complete_is_noticed_without_the_hub(fake_hub):
     fake_hub.reachable = False
     with pytest.raises(UserError, match=r"1 of the 2 files train-.* are missing, first train-00000-of-00002\.jsonl"):
         locate("o/n")
+
+
+COMMIT = "0123456789" * 4
+# Where nobody listens, in a process of its own: the client reads these settings once, and its errors are its own.
+LOCATE = """
+import sys, time
+from zagora_jax.data.locate import locate
+from zagora_jax.errors import UserError
+for source in sys.argv[1:]:
+    try:
+        print(*locate(source), sep="\\n")
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_the_clients_own_errors_and_cache_without_a_network(tmp_path):
+    cache = tmp_path / "hub" / "datasets--o--n"
+    touch(cache, f"snapshots/{COMMIT}/data/train-00000-of-00001.jsonl", "refs/main")
+    (cache / "refs/main").write_text(COMMIT)
+    # What newer clients keep of the whole data set, of which only a part was fetched.
+    listed = {name: {"size": 14, "blob_id": COMMIT} for name in ("data/train-00000-of-00001.jsonl", "data/test.jsonl")}
+    tree = touch(cache, f"trees/{COMMIT}.json") / f"trees/{COMMIT}.json"
+    tree.write_text(json.dumps({"format_version": 1, "files": listed}))
+    settings = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", LOCATE, "o/n", "o/other", "hf://datasets/o/other@main/*.jsonl"]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True, timeout=60)
+    first, *refused = done.stdout.splitlines()
+    assert first == str(cache / f"snapshots/{COMMIT}/data/train-00000-of-00001.jsonl")
+    assert len(refused) == 2
+    for line in refused:
+        assert line.startswith("o/other: is not a local file or folder, and the hub cannot be reached to download it (")
+    assert "Retry" not in done.stderr
+    assert "o/n: the hub cannot be reached; the 1 files that are in its local cache are taken" in done.stderr
