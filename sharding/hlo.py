@@ -9,10 +9,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from sharding.trip_counts import trip_count
+
 PINNED_HOST_SPACE = 5  # xla::Layout::kHostMemorySpace
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*-> .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _GROUPS = re.compile(
     r"replica_groups=(\{\{.*?\}\}|\{\}"  # {{0,1},{2,3}}
@@ -42,13 +44,20 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction; a result that is a tuple is flattened to its arrays."""
+    """One instruction; a result that is a tuple is flattened to its arrays.
+
+    Attributes:
+        literal: what stands in the place of operands: a constant's value, a parameter's position.
+        is_root: whether its computation returns it.
+    """
 
     name: str
     opcode: str
     arrays: tuple[Array, ...]
     operands: tuple[str, ...]
+    literal: str
     attributes: str
+    is_root: bool
 
     def attribute(self, key: str) -> str | None:
         """Return the value of `key=value`, where the value is a name or a number."""
@@ -73,8 +82,14 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often the body of a `while` runs, where the compiler knows it."""
+        """How often the body of a `while` runs, where the compiler has noted it; see `sharding.trip_counts`."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def counter(self) -> int | None:
+        """Which part of a `while` loop's state counts its trips, where the compiler has noted it."""
+        found = re.search(r'"known_induction_variable":\{"tuple_index":"(\d+)"', self.attributes)
         return int(found[1]) if found else None
 
     @property
@@ -118,7 +133,7 @@ class Module:
             visit = Visit(instruction, computation, trips, fused, start)
             yield visit
             if instruction.opcode == "while":
-                known = instruction.trip_count
+                known = trip_count(self, computation, instruction)
                 inner = None if trips is None or known is None else trips * known
             else:
                 inner = trips
@@ -131,6 +146,10 @@ class Module:
     def by_name(self) -> dict[tuple[str, str], Instruction]:
         """Instructions by computation and name."""
         return {(c, i.name): i for c, instructions in self.computations.items() for i in instructions}
+
+    def root(self, computation: str) -> Instruction:
+        """Return the instruction whose result a computation returns."""
+        return next(instruction for instruction in self.computations[computation] if instruction.is_root)
 
 
 def parse(text: str) -> Module:
@@ -148,7 +167,7 @@ def parse(text: str) -> Module:
         elif line.startswith("}"):
             current = None
         elif current is not None and (found := _INSTRUCTION.match(line)):
-            current.append(_instruction(found[1], found[2]))
+            current.append(_instruction(found[2], found[3], bool(found[1])))
     if not entry:
         raise ValueError("expected the text of a compiled program with an ENTRY computation, found none")
     header = text.split("\n", 1)[0]
@@ -156,7 +175,7 @@ def parse(text: str) -> Module:
     return Module({name: tuple(body) for name, body in computations.items()}, entry, math.prod(map(int, counts)))
 
 
-def _instruction(name: str, text: str) -> Instruction:
+def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     """Parse `SHAPE opcode(operands), attributes`."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     shape, rest = text[:end], text[end:].lstrip()
@@ -167,7 +186,8 @@ def _instruction(name: str, text: str) -> Instruction:
         Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), f"S({PINNED_HOST_SPACE})" in layout)
         for dtype, dims, layout in _ARRAY.findall(shape)
     )
-    return Instruction(name, opcode, arrays, tuple(re.findall(r"%([\w.\-]+)", operands)), attributes)
+    names = tuple(re.findall(r"%([\w.\-]+)", operands))
+    return Instruction(name, opcode, arrays, names, "" if names else operands, attributes, is_root)
 
 
 def _closing(text: str, start: int) -> int:

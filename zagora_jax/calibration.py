@@ -22,8 +22,6 @@ from zagora_jax.stage_programs import StagePrograms
 from zagora_jax.step import TrainState
 
 REPETITIONS = 3
-# Of what the allocator may take: plans are exact to about 1 %.
-USABLE_MEMORY = 0.98
 
 # A stage with so many layers in the place of another.
 Resized = Callable[[Stage, int], Stage]
@@ -39,7 +37,8 @@ def measure_costs(
 ) -> list[StageCost]:
     """Time one layer, and what stands at the ends, on the devices of each stage; one stage after the other.
 
-    Stages of one and of two layers are compiled, with random weights: time and memory are linear in the layers.
+    Stages of two and of three layers are compiled, with random weights: from two on, time and memory are linear in the
+    layers. (A single layer is no loop: XLA keeps it on the device whole, whatever waits on the host otherwise.)
 
     Args:
         stages: one a group of devices.
@@ -49,30 +48,30 @@ def measure_costs(
         whole: shapes of the training state.
         batch: shapes of a batch.
     """
-    small, large = (
-        [resized(stage, min(count, stage.distribution.model.config.num_layers)) for stage in stages] for count in (1, 2)
-    )
+    most = min(3, stages[0].distribution.model.config.num_layers)
+    small, large = ([resized(stage, count) for stage in stages] for count in (most - 1, most))
 
     def compiled(stage: Stage) -> StagePrograms:
         return StagePrograms(stage, recipe, stage.part_of(whole), batch)
 
     with ThreadPoolExecutor() as threads:
-        of_one, of_two = list(threads.map(compiled, small)), list(threads.map(compiled, large))
+        of_small, of_large = list(threads.map(compiled, small)), list(threads.map(compiled, large))
     costs = []
-    for one, two, held in zip(of_one, of_two, activations, strict=True):
-        seconds, more_seconds = _seconds(one, batch), _seconds(two, batch)
+    for fewer, more, held in zip(of_small, of_large, activations, strict=True):
+        seconds, more_seconds = _seconds(fewer, batch), _seconds(more, batch)
         layer = max(more_seconds - seconds, 0.05 * more_seconds)  # never nothing, however noisy the clock is
-        planned, more = one.planned_memory(*held), two.planned_memory(*held)
-        costs.append(StageCost(layer, max(seconds - layer, 0.0), _most_layers(one.stage, planned, more - planned)))
+        planned, more_planned = fewer.planned_memory(*held), more.planned_memory(*held)
+        fixed = max(seconds - (most - 1) * layer, 0.0)
+        costs.append(StageCost(layer, fixed, _most_layers(more.stage, most, more_planned, more_planned - planned)))
     return costs
 
 
-def _most_layers(stage: Stage, of_one: int, of_each_more: int) -> int | None:
+def _most_layers(stage: Stage, layers: int, needed: int, of_each_more: int) -> int | None:
     limits = [memory_limit(device) for device in stage.distribution.mesh.devices.flat]
     if any(limit is None for limit in limits):
         return None
-    room = USABLE_MEMORY * min(limits) - of_one  # type: ignore[type-var, operator]
-    return max(0, 1 + int(room // of_each_more))
+    room = min(limits) - needed  # type: ignore[type-var, operator]
+    return max(0, layers + int(room // of_each_more))
 
 
 def _seconds(programs: StagePrograms, batch: Batch) -> float:

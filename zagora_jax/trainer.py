@@ -406,9 +406,13 @@ class _Run:
     def _report_layout(self, compiled: CompiledStep) -> None:
         """Write down where the arrays are, and say what crosses between devices in a step."""
         layout = self.arrangement.layout(self.state_shapes)
-        layout["wire_bytes_a_step"] = wire = compiled.wire_bytes()
+        try:
+            layout["wire_bytes_a_step"] = compiled.wire_bytes()
+        except ValueError as error:
+            layout["wire_bytes_a_step"] = None
+            self.reporter.say(f"what a step puts on the wire cannot be read from its program: {error}")
         self.directory.write_layout(layout)
-        for name, size in wire.items():
+        for name, size in (layout["wire_bytes_a_step"] or {}).items():
             self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
 
     def _loop(
