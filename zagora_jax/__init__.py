@@ -1,8 +1,14 @@
 """zagora-jax: fine-tune Llama-family models with 4-bit weights and LoRA on a few GPUs."""
 
+import importlib
 import importlib.util
 import os
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zagora_jax.trainers import DistributedTrainer as DistributedTrainer
+    from zagora_jax.trainers import DomainAdaptationTrainer as DomainAdaptationTrainer
 
 __version__ = "0.1.0"
 
@@ -36,3 +42,19 @@ def _require_own_siblings() -> None:
 
 
 _require_own_siblings()
+
+# What a program finds here, and the module that it comes from when it is first used: commands need little of it.
+_LAZY = {
+    "DistributedTrainer": "zagora_jax.trainers",
+    "DomainAdaptationTrainer": "zagora_jax.trainers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_LAZY]

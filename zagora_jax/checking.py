@@ -209,7 +209,7 @@ class _Check:
         facts: dict[str, Any] = {"sequence_width": batches.width}
         if config.max_steps or self.report.facts["data"]["complete"]:
             total = config.max_steps or batches.total_steps(config.epochs)
-            make_schedule(config.schedule, config.learning_rate, config.warmup_steps, total)
+            make_schedule(config.schedule, config.learning_rate, config.warmup_of(total), total)
             facts["optimizer_steps"] = total
         self.report.facts["steps"] = facts
 

@@ -1,5 +1,6 @@
 """The options of every command: the one typed list that YAML, `--help` and docs/options.md are made from."""
 
+import math
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from zagora_jax.option_groups import (
     BalanceConfig,
     CommandConfig,
+    DeviceNumbers,
     Embeddings,
     FilePath,
     FloatType,
@@ -150,6 +152,9 @@ class TrainConfig(CommandConfig):
     warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly."
     )
+    warmup_ratio: float = Field(
+        default=0.0, ge=0, lt=1, description="The same as a part of all steps, rounded up, in place of warmup_steps."
+    )
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         default="adamw", description="AdamW with 32-bit states, or with 8-bit states in blocks."
     )
@@ -196,6 +201,9 @@ class TrainConfig(CommandConfig):
         "which are gathered a layer at a time), replicas (each holds all of them), tensor (each computes a part of "
         "every layer), layerwise (each keeps its own consecutive layers, and micro-batches flow through), streaming "
         "(replicas with offload.weights auto, where that is none), or auto, which is fsdp.",
+    )
+    devices: DeviceNumbers | None = Field(
+        default=None, description="The numbers of the devices to use, in the mesh's order; all where not given."
     )
     mesh: MeshConfig = MeshConfig()
     stage_layers: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
@@ -309,6 +317,10 @@ class TrainConfig(CommandConfig):
             raise ValueError(f"overlap ({self.overlap}) must be below sequence_length ({self.sequence_length})")
         return self
 
+    def warmup_of(self, total_steps: int) -> int:
+        """Return the steps of the warm-up in a run of so many, by warmup_steps or, as transformers, warmup_ratio."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * total_steps)
+
     @property
     def quantized_folder(self) -> Path | None:
         """The folder of the option quantized_cache; None: off."""
@@ -359,6 +371,10 @@ class TrainConfig(CommandConfig):
         given = [name for name in ("stage_layers", "stage_form") if getattr(self, name) != "auto"]
         if given and self.strategy != "layerwise":
             raise ValueError(f"{given[0]} is for strategy layerwise: leave it out, or give strategy layerwise too")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_steps and warmup_ratio both say how long the warm-up is: give one of them")
+        if self.devices is not None and len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices names one twice: {', '.join(map(str, self.devices))}")
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must be below max_steps ({self.max_steps})")
         return self

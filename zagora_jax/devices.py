@@ -70,10 +70,18 @@ def choose_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None
     Raises:
         UserError: more devices are asked for than there are, or they cannot be shared out evenly.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = _chosen(config.devices) if devices is None else devices
     names = ", ".join(f"{device.platform}:{device.id}" for device in devices)
     sizes = mesh_sizes(config, len(devices), names)
     return make_mesh(sizes, devices[: math.prod(sizes.values())])
+
+
+def _chosen(numbers: Sequence[int] | None) -> list[jax.Device]:
+    there = {device.id: device for device in jax.devices()}
+    if missing := [number for number in numbers or () if number not in there]:
+        names = ", ".join(f"{number} ({device.device_kind})" for number, device in there.items())
+        raise UserError(f"--devices {','.join(map(str, numbers or ()))}: there is no {missing[0]}; there are {names}")
+    return list(there.values()) if numbers is None else [there[number] for number in numbers]
 
 
 # The mesh axis that takes the devices which `mesh` leaves open, by strategy; fsdp for the others.

@@ -34,6 +34,11 @@ Numbers = Annotated[
     Field(min_length=1),
     BeforeValidator(_to_list, json_schema_input_type=float | list[float]),
 ]
+DeviceNumbers = Annotated[
+    list[Annotated[int, Field(ge=0)]],
+    Field(min_length=1),
+    BeforeValidator(_to_list, json_schema_input_type=int | list[int]),
+]
 Quantization = Literal["nf4", "hqq", "int8", "none"]
 Embeddings = Literal["none", "int8", "nf4"]
 FloatType = Literal["bfloat16", "float16", "float32"]

@@ -39,6 +39,7 @@ FREE_OPTIONS = {
     "stage_layers",  # likewise
     "stage_form",  # likewise
     "balance",  # likewise
+    "devices",  # likewise
     "mesh",  # likewise
     "micro_batch_size",  # likewise; how many rows a step has is compared with the data
     "gradient_accumulation_steps",  # likewise
@@ -82,7 +83,7 @@ class Progress:
             model=base.fingerprint(),
             data=batches.get_state(),
             options=config.model_dump(mode="json", exclude=FREE_OPTIONS),
-            total_steps=None if config.schedule == "constant" else total_steps,
+            total_steps=None if config.schedule == "constant" and not config.warmup_ratio else total_steps,
             exchange=exchange,
             pending=False,
         )
@@ -159,5 +160,5 @@ def _compare(saved: Progress, present: Progress, config: TrainConfig, path: Path
         raise UserError(
             f"{path}: was saved in a run of {saved.total_steps} steps, this one would have {present.total_steps}, and "
             f"the {config.schedule} schedule's learning rates depend on that number. Set epochs or max_steps back, or "
-            "begin a new run; with --schedule constant a run can be made longer at any time"
+            "begin a new run; with --schedule constant and no --warmup-ratio a run can be made longer at any time"
         )

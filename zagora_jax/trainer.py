@@ -127,7 +127,8 @@ class _Run:
         self.batches = training_batches(config, self.base, self.arrangement.rows_divisor, reporter)
         self.eval_batches = evaluation_batches(config, self.base, self.arrangement.rows_divisor, reporter)
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
-        self.schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, self.total_steps)
+        self.warmup_steps = config.warmup_of(self.total_steps)
+        self.schedule = make_schedule(config.schedule, config.learning_rate, self.warmup_steps, self.total_steps)
         self.optimizer = make_optimizer(config.optimizer, self.schedule, config.weight_decay)
         self.first_adapter = None if config.adapter is None else open_adapter(config.adapter, self.base.model)
         self.row_lengths: Mapping[tuple[str, ...], Any] = {}  # for DoRA, once the weights are read
@@ -567,7 +568,7 @@ class _Run:
             whole.adapters,
             self.config.lora,
             self.config.with_absolute_paths().model,
-            trained=int(whole.updates) > (1 if self.config.warmup_steps else 0),  # a warm-up's first rate is 0
+            trained=int(whole.updates) > (1 if self.warmup_steps else 0),  # a warm-up's first rate is 0
         )
 
     def _result(self) -> TrainResult:

@@ -7,6 +7,7 @@ from zagora_jax.checkpoints import hub
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.gguf import GGUFCheckpoint
 from zagora_jax.checkpoints.huggingface import HuggingFaceCheckpoint
+from zagora_jax.checkpoints.released_sizes import unreleased
 from zagora_jax.errors import UserError
 
 
@@ -27,11 +28,21 @@ def open_checkpoint(model: str) -> Checkpoint:
     if model.lower().endswith(".gguf"):
         raise UserError(f"{path} does not exist.{_nearest(path)}")
     if hub.is_hub_id(model):
-        return HuggingFaceCheckpoint.open(hub.download(model), model)
+        try:
+            folder = hub.download(model)
+        except UserError as error:
+            raise UserError(f"{error}{_unreleased(model)}") from error
+        return HuggingFaceCheckpoint.open(folder, model)
     raise UserError(
         f"{model!r} is no folder, no GGUF file, and does not have the form OWNER/NAME of a model on the hub."
-        f"{_nearest(path)}"
+        f"{_nearest(path)}{_unreleased(model)}"
     )
+
+
+def _unreleased(model: str) -> str:
+    """Say which sizes there are instead of one that never was."""
+    found = unreleased(model)
+    return f" By its name: {found}." if found else ""
 
 
 def _open_file(path: Path, model: str) -> Checkpoint:

@@ -35,7 +35,7 @@ def compile_planned(
     arrangement = arrangement or arrange(config, base.model, mesh)
     # The number of steps is a constant of the program, whose size does not depend on it.
     steps = config.max_steps or config.warmup_steps + 1
-    schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_steps, steps)
+    schedule = make_schedule(config.schedule, config.learning_rate, config.warmup_of(steps), steps)
     optimizer = make_optimizer(config.optimizer, schedule, config.weight_decay)
 
     def new_state() -> TrainState:

@@ -1,6 +1,5 @@
 """The model that a plan is for: its shapes alone, by the name of a released size or from a config.json."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ from zagora_jax.checkpoints import hub
 from zagora_jax.checkpoints.checkpoint import Checkpoint
 from zagora_jax.checkpoints.json_files import read_json_object
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
+from zagora_jax.checkpoints.released_sizes import find_size
 from zagora_jax.checkpoints.synthetic import PREFIX
 from zagora_jax.config import ConfigureConfig
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
-
-# Of sizes with one name in several families, the first of these is meant.
-PREFERRED = ("llama-3.3", "llama-3.2", "llama-3.1", "llama-2", "qwen3", "qwen2.5", "mistral")
 
 
 @dataclass(frozen=True)
@@ -86,55 +83,3 @@ def _of_config(
 
 def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
-
-
-def find_size(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the known model that a text names ("70B", "llama-3.1-8b"), and what was assumed.
-
-    Raises:
-        UserError: no such size was released; names the nearest ones.
-    """
-    plain = re.sub(r"[\s_/]+", "-", text.strip().lower())
-    plain = re.sub(r"^(?:meta-llama-(?=llama|meta)|qwen-(?=qwen)|mistralai-)", "", plain).removeprefix("meta-")
-    plain = re.sub(r"^llama(?=\d)", "llama-", re.sub(r"^qwen-(?=\d)", "qwen", plain))
-    plain = re.sub(r"-(?:instruct|chat|base|it|hf)$", "", plain)
-    if plain in KNOWN_MODELS:
-        return plain, ()
-    size = re.fullmatch(r"(?:(.+)-)?(\d+(?:\.\d+)?)([bm])", plain)
-    if size is None:
-        raise UserError(f"--model-size {text}: expected a size (70B) or a model (llama-3.1-8b); known: {_all()}")
-    family, billions = size[1], float(size[2]) / (1000 if size[3] == "m" else 1)
-    of_size = [name for name in KNOWN_MODELS if _billions(name) == billions]
-    if family is None:
-        if of_size:
-            first = min(of_size, key=_preference)
-            others = ", ".join(name for name in of_size if name != first)
-            return first, (f"{text} was taken for {first}" + (f"; others of this size: {others}" if others else ""),)
-        nearest = sorted(KNOWN_MODELS, key=lambda name: abs(_billions(name) - billions))
-        sizes = list(dict.fromkeys(f"{_billions(name):g}B ({name})" for name in nearest))[:4]
-        raise UserError(f"--model-size {text}: no known model has that size; the nearest are {', '.join(sizes)}")
-    raise UserError(f"--model-size {text}: {_never_released(family, billions, of_size)}")
-
-
-def _never_released(family: str, billions: float, of_size: list[str]) -> str:
-    relatives = [name for name in KNOWN_MODELS if name.rpartition("-")[0] == family]
-    same = f"; {billions:g}B are {', '.join(sorted(of_size, key=_preference))}" if of_size else ""
-    if relatives:
-        sizes = sorted(relatives, key=lambda name: abs(_billions(name) - billions))
-        return f"no {family} of {billions:g}B was released; the nearest are {', '.join(sizes[:3])}{same}"
-    families = ", ".join(dict.fromkeys(name.rpartition("-")[0] for name in KNOWN_MODELS))
-    return f"no model family {family!r} is known; known: {families}{same}"
-
-
-def _billions(name: str) -> float:
-    size = name.rpartition("-")[2]
-    return float(size[:-1]) / (1000 if size.endswith("m") else 1)
-
-
-def _preference(name: str) -> int:
-    family = name.rpartition("-")[0]
-    return PREFERRED.index(family) if family in PREFERRED else len(PREFERRED)
-
-
-def _all() -> str:
-    return ", ".join(KNOWN_MODELS)

@@ -47,3 +47,17 @@ def test_a_file_inside_a_model_points_to_its_folder(tmp_path):
     (tmp_path / "x.bin").touch()
     with pytest.raises(UserError, match="is a file, but no GGUF file"):
         open_checkpoint(f"{tmp_path}/x.bin")
+
+
+def test_a_size_that_never_was_names_those_that_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = (
+        "By its name: no llama-3.2 of 70B was released; the nearest are llama-3.2-3b, llama-3.2-1b; 70B are llama-3.3"
+    )
+    for name in ("meta-llama/Llama-3.2-70B-Instruct", "llama-3.2-70b"):
+        with pytest.raises(UserError, match=said):
+            open_checkpoint(name)
+    for name in ("meta-llama/Llama-3.1-8B", "llama", "someone/own-70b"):
+        with pytest.raises(UserError) as error:
+            open_checkpoint(name)
+        assert "By its name" not in str(error.value)

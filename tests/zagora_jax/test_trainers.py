@@ -1,0 +1,164 @@
+"""The trainers for programs: the very same training as the command's, with rows from memory."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from oracles import tiny_llama
+from runs import compiled_once, numbers, recorder, write_rows
+from safetensors.numpy import load_file
+
+import zagora_jax
+from zagora_jax import trainers
+from zagora_jax.checkpoints import load_tokenizer, open_checkpoint
+from zagora_jax.config import TrainConfig
+from zagora_jax.data.files import read_rows
+from zagora_jax.errors import UserError
+from zagora_jax.trainer import train
+
+OPTIONS = {"max_steps": 2, "seed": 1, "sequence_length": 64, "learning_rate": 1e-2, "remat": "full"}
+LORA = {"rank": 4, "alpha": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainers")
+    tiny_llama(folder / "model")
+    write_rows(folder / "rows.jsonl", 8)
+    with compiled_once(folder / "programs"):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(folder, rows):
+    """A training by the face, with arguments in all three places."""
+    trainer = zagora_jax.DistributedTrainer(
+        folder / "model",
+        gpu_ids=[0],
+        partition_strategy="fsdp",
+        gradient_accumulation_steps=2,
+        lora=LORA,
+        quantized_cache="off",
+        output=str(folder / "face"),
+        reporter=recorder()[0],
+    )
+    arguments = {"per_device_train_batch_size": 2, "bf16": False, "gradient_accumulation_steps": 2}
+    tokenizer = load_tokenizer(open_checkpoint(str(folder / "model")))
+    result = trainer.train(rows, tokenizer, arguments, eval_dataset=rows[:2], **OPTIONS)
+    return trainer, result
+
+
+def test_the_face_trains_as_the_command_does(folder, trained):
+    trainer, result = trained
+    config = TrainConfig(
+        model=str(folder / "model"),
+        data=[str(folder / "rows.jsonl")],
+        eval_data=[str(folder / "rows.jsonl")],
+        output=folder / "command",
+        micro_batch_size=2,
+        gradient_accumulation_steps=2,
+        compute_dtype="float32",
+        strategy="fsdp",
+        quantized_cache="off",
+        **OPTIONS | {"lora": LORA},
+    )
+    train(config, recorder()[0])
+    assert numbers(folder / "face") == numbers(folder / "command")
+    mine, theirs = (load_file(folder / run / "adapter/adapter_model.safetensors") for run in ("face", "command"))
+    assert all(np.array_equal(mine[name], theirs[name]) for name in mine.keys() | theirs.keys())
+    assert [line["step"] for line in trainer.history] == [1, 2]
+    assert result.steps == 2
+
+
+def test_evaluate_generate_and_export(folder, trained, rows):
+    trainer, result = trained
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(result.loss_after, rel=1e-6)
+    assert trainer.evaluate(rows[:2]) == trainer.evaluate()
+    one, several = trainer.generate("What is 3?", max_new_tokens=2), trainer.generate(["a", "b"], max_new_tokens=2)
+    assert isinstance(one, str)
+    assert len(several) == 2
+    adapter = trainer.save_adapter(folder / "adapter")
+    assert (adapter / "adapter_config.json").is_file()
+    assert (trainer.export_merged(folder / "merged") / "model.safetensors").is_file()
+    with pytest.raises(UserError, match="is a file; give a directory"):
+        trainer.save_adapter(folder / "rows.jsonl")
+
+
+def test_another_training_into_the_same_run_is_refused_before_it_writes(folder, trained):
+    trainer, _ = trained
+    before = sorted((folder / "face/data").iterdir())
+    with pytest.raises(UserError, match="holds a run already"):
+        trainer.train([{"text": "other"}], max_steps=1)
+    assert sorted((folder / "face/data").iterdir()) == before
+
+
+def test_a_domain_is_packed_and_split(folder, tmp_path, monkeypatch):
+    texts = [{"text": f"The fact number {number}. " * 12} for number in range(4)]
+    given = {
+        "base_model": str(folder / "model"),
+        "domain_data": texts,
+        "epochs": 3,
+        "batch_size_per_gpu": 2,
+        "gradient_checkpointing": True,
+        "optimizer": "adamw_8bit",
+        "max_length": 64,
+        "output_dir": str(tmp_path / "run"),
+        "learning_rate": 1e-4,
+    }
+    trained = []
+    monkeypatch.setattr(trainers, "train", lambda config, *_: trained.append(config))
+    zagora_jax.DomainAdaptationTrainer(given, gpu_count=1, reporter=recorder()[0]).adapt()
+    (config,) = trained
+    assert [row.value for row in read_rows(config.data[0])] == texts
+    assert (config.packing, config.long_rows, config.sequence_length) == (True, "split", 64)
+    assert (config.optimizer, config.remat, config.micro_batch_size) == ("adamw_8bit", "full", 2)
+    assert (config.epochs, config.learning_rate, config.devices) == (3, 1e-4, [0])
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"base_model": "m"}, {}, "config: domain_data is required; found base_model"),
+        ({"base_model": "m", "domain_data": ["a"], "batch": 1}, {}, "config: batch: has no counterpart"),
+        ({"base_model": "m", "domain_data": ["a"]}, {"gpu_count": 0}, "gpu_count: expected at least 1, found 0"),
+        ({"base_model": "m", "domain_data": ["a"]}, {"communication_backend": "gloo"}, "expected auto or nccl"),
+        ({"base_model": "m", "domain_data": ["a"]}, {"communication_backend": "nccl"}, "for NVIDIA GPUs, found cpu"),
+    ],
+)
+def test_a_wrong_domain_configuration_is_refused(config, options, message):
+    with pytest.raises(UserError, match=message):
+        zagora_jax.DomainAdaptationTrainer(config, **options)
+
+
+def test_wrong_arguments_are_refused_before_anything_is_written(folder, tmp_path, rows):
+    def trainer(**options):
+        return zagora_jax.DistributedTrainer(folder / "model", output=str(tmp_path / "run"), **options)
+
+    with pytest.raises(UserError, match=r"given twice: 4 .DistributedTrainer: gradient.* and 8 .train: gradient"):
+        trainer(gradient_accumulation_steps=4).train(rows, gradient_accumulation_steps=8)
+    with pytest.raises(UserError, match="DistributedTrainer: partition_strategy: strategy: expected 'auto'"):
+        trainer(partition_strategy="zero3")
+    with pytest.raises(UserError, match="--devices 0,7: there is no 7; there are 0"):
+        trainer(gpu_ids=[0, 7]).train(str(folder / "rows.jsonl"), **OPTIONS)
+    tokenizer = load_tokenizer(open_checkpoint(str(folder / "model")))
+    tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(UserError, match="tokenizer: its chat template differ"):
+        trainer().train(rows, tokenizer)
+    assert not (tmp_path / "run").exists()
+
+
+def test_to_import_the_package_imports_no_jax():
+    script = (
+        "import sys, zagora_jax; print('jax' in sys.modules, 'numpy' in sys.modules, 'Trainer' in str(dir(zagora_jax)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "True"]
+    with pytest.raises(AttributeError, match="has no attribute 'Foo'"):
+        zagora_jax.Foo  # noqa: B018
