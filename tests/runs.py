@@ -286,6 +286,8 @@ def _record_moments(end: Break | None) -> list[str]:
     moments: list[str] = []
 
     def record(description: str) -> None:
+        if threading.current_thread().name == "report":
+            return  # it may leave a page out, so that its moments are not the same twice
         moments.append(f"{len(moments)}: {description}")
         if end is None or not re.search(end.moment, moments[-1]):
             return

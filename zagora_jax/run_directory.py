@@ -1,4 +1,4 @@
-"""What a run leaves behind: config.yaml, metrics.jsonl, report.json, checkpoints/, adapter/."""
+"""What a run leaves behind: config.yaml, metrics.jsonl, report.json and .html, checkpoints/, adapter/."""
 
 import errno
 import fcntl
@@ -39,6 +39,11 @@ class RunDirectory:
     def report(self) -> Path:
         """What is known of the run beside its metrics: versions, sizes, losses before and after."""
         return self.path / "report.json"
+
+    @property
+    def report_page(self) -> Path:
+        """The run on one page, for a browser."""
+        return self.path / "report.html"
 
     @property
     def layout(self) -> Path:
@@ -118,7 +123,7 @@ class RunDirectory:
     def create(self) -> None:
         """Make the directory, see that it can be written to, and remove files that a broken run left half written."""
         self._make()
-        ours = [self.config, self.metrics, self.report, self.layout]
+        ours = [self.config, self.metrics, self.report, self.report_page, self.layout]
         for file in ours + [self.adapter / name for name in (CONFIG, WEIGHTS)]:
             for remains in file.parent.glob(f".{file.name}.*.tmp"):
                 remains.unlink()

@@ -39,7 +39,7 @@ from zagora_jax.config import TrainConfig
 from zagora_jax.connections import try_connections
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
-from zagora_jax.devices import limit_memory
+from zagora_jax.devices import limit_memory, memory_limit
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
 from zagora_jax.factors import InitialFactors
@@ -49,6 +49,7 @@ from zagora_jax.host_memory import allow_pinned_memory, require_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
 from zagora_jax.planning.check import require_fit
+from zagora_jax.reporting.attached import attached
 from zagora_jax.reporting.card_watch import CardWatch
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB, peak_memory_gib
@@ -105,7 +106,8 @@ class _Run:
 
     def __init__(self, config: TrainConfig, reporter: Reporter, callbacks: Sequence[Callback] = ()):
         config = with_adapters_options(config)
-        self.config, self.reporter, self.callbacks = config, reporter, Callbacks(callbacks)
+        self.config, self.reporter = config, reporter
+        self.callbacks = Callbacks([*callbacks, *attached(config, reporter.say)])
         allow_pinned_memory(config)
         if config.device_memory_limit is not None:
             limit_memory(config.device_memory_limit)
@@ -401,12 +403,16 @@ class _Run:
             mesh = self.arrangement.mesh
             require_fit(planned, self._config_as_run, self.base, mesh)
             require_pinned_memory(sum(compiled.planned_host_memory().values()), mesh.devices.flat[0].platform)
-        self._report_layout(compiled)
+        self._report_layout(compiled, planned)
         return compiled
 
-    def _report_layout(self, compiled: CompiledStep) -> None:
+    def _report_layout(self, compiled: CompiledStep, planned: Mapping[jax.Device, int]) -> None:
         """Write down where the arrays are, and say what crosses between devices in a step."""
         layout = self.arrangement.layout(self.state_shapes)
+        layout["layers"] = self.base.model.config.num_layers
+        layout["planned_bytes_a_device"] = {f"{device.platform}:{device.id}": size for device, size in planned.items()}
+        limits = {f"{device.platform}:{device.id}": memory_limit(device) for device in planned}
+        layout["limit_bytes_a_device"] = {name: limit for name, limit in limits.items() if limit is not None}
         try:
             layout["wire_bytes_a_step"] = compiled.wire_bytes()
         except ValueError as error:

@@ -170,6 +170,7 @@ def test_nothing_else_is_left(run):
         "config.yaml",
         "metrics.jsonl",
         "report.json",
+        "report.html",
         "layout.json",
         "checkpoints",
         "adapter",

@@ -1,6 +1,5 @@
 """The thread that reads sensors beside a training, its warnings and its pauses, with cards that are not there."""
 
-import json
 import threading
 import time
 
@@ -15,7 +14,6 @@ from zagora_jax.errors import UserError
 from zagora_jax.reporting import card_watch
 from zagora_jax.reporting.card_watch import CardWatch
 from zagora_jax.reporting.cards import Cards
-from zagora_jax.run_directory import read_metrics
 from zagora_jax.trainer import train
 
 INTERVAL = 0.005
@@ -132,23 +130,6 @@ def test_a_driver_that_stops_to_answer_is_not_waited_for(monkeypatch):
 def test_a_limit_without_a_thermometer_is_refused(nvml, why):
     with pytest.raises(UserError, match=why):
         watch(nvml, pause_above=80)
-
-
-def test_a_run_writes_what_its_cards_say(tmp_path, monkeypatch):
-    """A fake driver, real steps: the readings are in the metrics, the cards in the report."""
-    nvml = FakeNvml([FakeCard(celsius=50), FakeCard(celsius=51)])
-    monkeypatch.setattr("zagora_jax.trainer.CardWatch", lambda say, limit: watch(nvml, [], limit))
-    tiny_llama(model := tmp_path / "model")
-    config = tiny_config(model, tmp_path / "run", write_rows(tmp_path / "rows.jsonl", 8), max_steps=3)
-    reporter, _ = recorder()
-    # Each step is longer than the time between two readings, as real ones are.
-    monkeypatch.setattr("zagora_jax.trainer.peak_memory_gib", lambda: wait_for_reads(nvml, 4) or 1.0)
-    train(config.model_copy(update={"pause_above_celsius": 80.0}), reporter)
-    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
-        assert [card["celsius"] for card in line["cards"]] == [50.0, 51.0]
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert [card["name"] for card in report["cards"]] == ["NVIDIA GeForce RTX 4090"] * 2
-    assert report["total_steps"] == 3
 
 
 def test_a_run_with_a_limit_needs_a_driver(tmp_path, monkeypatch):
