@@ -35,6 +35,7 @@ RESULTS = Path(__file__).parent / "results" / "planned.jsonl"
 Settings = dict[str, Any]
 
 ONE: Settings = {"mesh.data": 1, "mesh.fsdp": 1, "remat": "full"}
+STAGES: Settings = {"strategy": "layerwise", "remat": "full", "gradient_accumulation_steps": 8}
 WAITING: Settings = {"offload.activations": True}
 CASES: dict[int, dict[str, Settings]] = {
     1: {
@@ -62,16 +63,18 @@ CASES: dict[int, dict[str, Settings]] = {
         "replicas": {"mesh.data": 2, "mesh.fsdp": 1, "remat": "full"},
         "tensor": {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 2, "remat": "full"},
         "fsdp, streaming all": {"mesh.data": 1, "mesh.fsdp": 2, "offload.weights": "all"},
+        "layerwise, one program": STAGES | {"mesh.stage": 2, "stage_form": "one-jit"},
+        "layerwise, programs": STAGES | {"mesh.stage": 2, "stage_form": "programs"},
     },
 }
 
 PROBE = """
-import json, jax
+import json, math, jax
 from zagora_jax.planning.probe import gpu_gb_s, host_gb_s
 devices = jax.devices()
 found = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
 if found["platform"] != "cpu":
-    found |= {"host": host_gb_s(devices[0]), "between": gpu_gb_s(devices) if len(devices) > 1 else 0.0}
+    found |= {"host": host_gb_s(devices[0]), "between": gpu_gb_s(devices) if len(devices) > 1 else math.inf}
 print(json.dumps(found))
 """
 
@@ -114,7 +117,8 @@ def probe(count: int) -> Machine:
         return Machine("CPU", count, psutil.virtual_memory().total, None, None, None, tuple(jax.devices("cpu")[:count]))
     gpu = find_gpu(measured["kind"])
     link = Link("measured", measured["between"], measured["host"], measured=True)
-    print(f"{count} x {gpu.name}; GB/s: host to device {link.host_gb_s:.1f}, device to device {link.gpu_gb_s:.1f}")
+    between = f", device to device {link.gpu_gb_s:.1f}" if count > 1 else ""
+    print(f"{count} x {gpu.name}; GB/s: host to device {link.host_gb_s:.1f}{between}")
     return Machine(gpu.name, count, gpu.memory_bytes, gpu, link, None)
 
 

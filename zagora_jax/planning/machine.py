@@ -167,11 +167,10 @@ def _given_memory(gib: float, gpu: Gpu, count: int) -> int:
         )
     # "24" means the whole card of 24 GB, though it reports less; a smaller number is a bound.
     memory = min(round(gib * GIB), gpu.memory_bytes)
-    if gpu_budget(memory, count).limit <= 0:
-        raise UserError(
-            f"--memory-per-gpu {gib:g}: the CUDA context and NCCL alone take {(CONTEXT + NCCL) / GIB:.1f} GiB of "
-            "a card; give more"
-        )
+    budget = gpu_budget(memory, count)
+    if budget.limit <= 0:
+        takers = "CUDA context and NCCL's buffers alone take" if count > 1 else "the CUDA context alone takes"
+        raise UserError(f"--memory-per-gpu {gib:g}: {takers} {budget.context / GIB:.1f} GiB of a card; give more")
     return memory
 
 

@@ -192,7 +192,14 @@ def test_files_of_others_are_not_replaced(capsys, monkeypatch, tmp_path):
         (["--model-size", "8B", "--memory-per-gpu", "0"], "--memory-per-gpu: expected more than 0.0, found 0"),
         (["--model-size", "llama-3.2-70b", *FOUR_CARDS], "no llama-3.2 of 70B was released"),
         (["--model-size=-7B", *FOUR_CARDS], "--model-size -7B: expected a size (70B) or a model"),
-        (["--model-size", "8B", "--gpu", "rtx3090", "--memory-per-gpu", "0.5"], "0.5: the CUDA context and NCCL"),
+        (
+            ["--model-size", "8B", "--gpu", "rtx3090", "--memory-per-gpu", "0.5"],
+            "0.5: the CUDA context alone takes 0.6",
+        ),
+        (
+            ["--model-size", "8B", "--gpu", "rtx3090", "--memory-per-gpu", "0.5", "--gpu-count", "2"],
+            "0.5: CUDA context and NCCL's buffers alone take 1.0 GiB",
+        ),
         (["--model-size", "8B", "--sequence-length", "99999999", *FOUR_CARDS], "--sequence-length: expected at most"),
         (["--model-size", "8B", "--offload.weights", "99", *FOUR_CARDS], "--offload.weights 99: the model has 32"),
         (["--model-size", "8B", "--data", "x.jsonl", *FOUR_CARDS], "--data: counting tokens needs the tokenizer"),
