@@ -34,6 +34,13 @@ def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
         except UserError as error:
             print(visible(f"error: {error}"), file=sys.stderr)
             status = FAILED
+        except RuntimeError as error:  # of XLA, for all but training, which tells more
+            from zagora_jax.out_of_memory import out_of_memory
+
+            if (reason := out_of_memory(error)) is None:
+                raise
+            print(visible(f"error: {reason}"), file=sys.stderr)
+            status = FAILED
         except Interrupted as signal:
             print(f"{signal}: stopped; nothing is lost, nothing half written", file=sys.stderr)
             status = STOPPED

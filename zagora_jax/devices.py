@@ -13,13 +13,24 @@ from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.reporting.sensors import GIB
 
+# The share of a card's memory that XLA's allocator may take: an older name and a newer one, which jaxlib takes alone.
+_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+_set_here: str | None = None  # by `limit_memory`, and so not by the user
+
 
 def limit_memory(gib: float) -> None:
     """Cap what XLA's allocator takes of each GPU; to be called before anything else uses a device.
 
     Raises:
-        UserError: there is no GPU, or its memory is in use by this process already, so that the cap came too late.
+        UserError: there is no GPU, its memory is in use by this process already, so that the cap came too late, or the
+            environment says another share of it.
     """
+    global _set_here
+    if given := next((name for name in _FRACTIONS if os.environ.get(name) not in (None, "", _set_here)), None):
+        raise UserError(
+            f"--device-memory-limit {gib:g}: the environment has {given}={os.environ[given]}, which says it too; unset "
+            "that, or leave the option out"
+        )
     try:
         pynvml.nvmlInit()
         totals = [
@@ -30,14 +41,15 @@ def limit_memory(gib: float) -> None:
         raise UserError(f"--device-memory-limit {gib:g}: needs an NVIDIA GPU, and none was found ({error})") from error
     fraction = gib * GIB / max(totals)
     if fraction < 1:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:.6f}"
+        _set_here = os.environ[_FRACTIONS[0]] = f"{fraction:.6f}"
     for device in jax.devices():
         limit = memory_limit(device)
         if limit is None or limit > gib * GIB * 1.01:
-            found = "a CPU" if limit is None else f"a limit of {limit / GIB:.1f} GiB"
+            found = "an allocator without limits" if limit is None else f"a limit of {limit / GIB:.1f} GiB"
             raise UserError(
-                f"--device-memory-limit {gib:g}: could not be set, found {found}. In a program, nothing may use JAX "
-                "before train() is called; elsewhere, set XLA_PYTHON_CLIENT_MEM_FRACTION"
+                f"--device-memory-limit {gib:g}: could not be set, found {found} of {device.device_kind} "
+                f"{device.id}. In a program, nothing may use JAX before train() is called; elsewhere, set "
+                f"{_FRACTIONS[0]} (and no XLA_PYTHON_CLIENT_ALLOCATOR)"
             )
 
 

@@ -39,7 +39,7 @@ from zagora_jax.config import TrainConfig
 from zagora_jax.connections import try_connections
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches, training_batches
-from zagora_jax.devices import limit_memory, memory_limit
+from zagora_jax.devices import TAKES_LESS, limit_memory, memory_limit
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
 from zagora_jax.factors import InitialFactors
@@ -48,6 +48,7 @@ from zagora_jax.hanging import Pace
 from zagora_jax.host_memory import allow_pinned_memory, require_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
+from zagora_jax.out_of_memory import out_of_memory
 from zagora_jax.planning.check import require_fit
 from zagora_jax.reporting.attached import attached
 from zagora_jax.reporting.card_watch import CardWatch
@@ -99,6 +100,10 @@ def train(config: TrainConfig, reporter: Reporter | None = None, callbacks: Sequ
                 f"{error.filename or run.directory.path}: {error.strerror or error}. What was saved before stands: "
                 "once this is mended, the same command with --resume goes on from the newest checkpoint"
             ) from error
+        except jax.errors.JaxRuntimeError as error:
+            if reason := out_of_memory(error, run.planned, TAKES_LESS):
+                raise UserError(reason) from error
+            raise
 
 
 class _Run:
@@ -139,6 +144,7 @@ class _Run:
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
         self.saved = find_saved(self.directory, config, self.progress, self.iterator, reporter.say)
+        self.planned: Mapping[jax.Device, int] | None = None  # bytes of a step, once it is compiled
         self.first_step = self.finished_steps = 0 if self.saved is None else self.saved.step
         self.stop = self._earlier_stop()
         self.goes_on = self.first_step < self.total_steps and self.stop is None
@@ -395,7 +401,7 @@ class _Run:
         compiled = self.arrangement.compile_training(
             recipe, self.state_shapes, self.batches.abstract(), self.reporter.say
         )
-        planned = compiled.planned_memory()
+        self.planned = planned = compiled.planned_memory()
         most = max(planned.values()) / GIB
         self.reporter.say(f"compiled in {time.perf_counter() - started:.1f} s; the step needs {most:.2f} GiB a device")
         self.directory.update_report({"planned_memory_gib": most})
@@ -532,9 +538,11 @@ class _Run:
                 state, numbers = step(state, batch)
                 metrics = {name: value.item() for name, value in jax.device_get(numbers).items()}
         except jax.errors.JaxRuntimeError as error:
+            reason = out_of_memory(error, self.planned, TAKES_LESS)
+            reason = reason or f"a device failed: {str(error).strip().splitlines()[0]:.500}"
             raise UserError(
-                f"step {number}: a device failed: {str(error).strip().splitlines()[0]:.500}. The steps up to the last "
-                f"saved one, in {self.directory.checkpoints}, stand: the same command with --resume goes on from there"
+                f"step {number}: {reason}. The steps up to the last saved one, in {self.directory.checkpoints}, stand: "
+                "the same command with --resume goes on from there"
             ) from error
         seconds = time.perf_counter() - started
         return state, {

@@ -83,7 +83,10 @@ class Driver:
 def machine(monkeypatch):
     def install(*gib):
         driver = Driver(*gib)
-        monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+        for name in devices._FRACTIONS:
+            monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken back
+            monkeypatch.delenv(name)
+        monkeypatch.setattr(devices, "_set_here", None)
         monkeypatch.setattr(devices, "pynvml", driver)
         monkeypatch.setattr(jax, "devices", driver.devices)
         return driver
@@ -99,10 +102,30 @@ def test_a_memory_limit_caps_every_device(machine):
 
 def test_a_memory_limit_that_comes_too_late_for_a_device_is_refused(machine, monkeypatch):
     driver = machine(24, 24)
-    late = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 18 * GIB})
+    late = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 18 * GIB}, device_kind="RTX 4090", id=1)
     monkeypatch.setattr(jax, "devices", lambda: [driver.devices()[0], late])
     with pytest.raises(UserError, match=r"--device-memory-limit 12: could not be set, found a limit of 18.0 GiB"):
         limit_memory(12)
+    endless = SimpleNamespace(memory_stats=lambda: None, device_kind="RTX 4090", id=0)
+    monkeypatch.setattr(jax, "devices", lambda: [endless])
+    with pytest.raises(UserError, match=r"found an allocator without limits of RTX 4090 0"):
+        limit_memory(12)
+
+
+@pytest.mark.parametrize("name", devices._FRACTIONS)
+def test_a_share_that_the_user_has_set_is_not_overridden(machine, monkeypatch, name):
+    machine(24)
+    monkeypatch.setenv(name, "0.9")
+    with pytest.raises(UserError, match=rf"--device-memory-limit 12: the environment has {name}=0\.9"):
+        limit_memory(12)
+    assert os.environ[name] == "0.9"
+
+
+def test_a_limit_can_be_set_again_in_one_process(machine):
+    driver = machine(24)
+    limit_memory(12)
+    limit_memory(11)
+    assert [device.memory_stats()["bytes_limit"] / GIB for device in driver.devices()] == [pytest.approx(11, rel=1e-5)]
 
 
 @pytest.mark.gpu

@@ -152,3 +152,26 @@ def test_exchanges_that_cannot_be_are_refused(folder, tmp_path, options, message
     with pytest.raises(UserError, match=message):
         train(configure(folder, tmp_path / "run", **options), recorder()[0])
     assert not (tmp_path / "run").exists()
+
+
+def test_an_odd_number_of_packed_sequences_ends_with_a_masked_one(tmp_path):
+    """Five on two devices: three steps for both, each row once, and the numbers of one device."""
+    tiny_llama(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", 7)
+    packed = {"packing": True, "epochs": 1, "gradient_accumulation_steps": 1}
+    losses = {}
+    for devices in (1, 2):
+        mesh = MeshConfig(data=devices, fsdp=1)
+        options = {"mesh": mesh, "micro_batch_size": 2 // devices, "schedule": "constant", **packed}
+        run = trainer._Run(tiny_config(tmp_path / "model", tmp_path / str(devices), rows, **options), recorder()[0])
+        assert run.batches.sequences_per_epoch(0) == 5
+        assert run.total_steps == 3
+        assert [len(run.batches.rows_of_step(step)) for step in range(3)] == [2, 2, 1]
+        taken = np.concatenate([row for step in range(3) for row in run.batches.rows_of_step(step)])
+        assert sorted(taken) == list(range(7))
+        run.train()
+        lines = numbers(tmp_path / str(devices))
+        assert sum(line["supervised_tokens"] for line in lines) == run.batches.examples.supervised_tokens
+        losses[devices] = [line["loss"] for line in lines]
+    # Both compute in float32, and differ in the order of sums over rows.
+    np.testing.assert_allclose(losses[2], losses[1], rtol=2e-5)

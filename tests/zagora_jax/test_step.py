@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_builders import llama_tensors, write_folder
 from flax import nnx
 from oracles import tiny_llama
 
@@ -22,6 +23,7 @@ from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_ste
 from zagora_jax.train_state import LossScale, initial_state
 
 ROWS = 8
+ONE, TWO = 7, 9  # words
 # The tests compile many small programs, whose speed does not matter.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -116,6 +118,48 @@ def test_loss_and_gradients_are_the_same_for_any_split(subject, step, accumulati
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
     assert gradient_difference(parts.optimizer, whole.optimizer) < 1e-6
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.global_norm(whole.optimizer)), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def known_losses(tmp_path_factory):
+    """A model whose loss is 2 for a target of TWO and 1 for one of ONE, whatever stands before."""
+    tensors = llama_tensors()
+    for name in tensors:
+        if "o_proj" in name or "down_proj" in name:
+            tensors[name][:] = 0  # no layer adds anything, but the adapters' gradients are not zero
+    vocabulary, hidden = tensors["model.embed_tokens.weight"].shape
+    tensors["model.embed_tokens.weight"][:] = 1
+    tensors["model.norm.weight"][:] = 1
+    # The last hidden state is all ones, so that a word's logit is the sum over its row of the head.
+    probability = np.full(vocabulary, (1 - np.exp(-1) - np.exp(-2)) / (vocabulary - 2))
+    probability[[ONE, TWO]] = np.exp(-1), np.exp(-2)
+    rows = tensors["lm_head.weight"] = np.random.default_rng(0).standard_normal((vocabulary, hidden), np.float32)
+    rows += ((np.log(probability) - rows.sum(1)) / hidden)[:, None].astype(np.float32)
+    options = {"tie_word_embeddings": False, "rms_norm_eps": 1e-12}
+    folder = write_folder(tmp_path_factory.mktemp("known") / "model", tensors, **options)
+    lora = LoraConfig(targets=["o_proj", "down_proj"])
+    base = open_base(str(folder), quantization="none", dtype="float32", lora=lora)
+    graph, _, declared = split(base.model)
+    return Subject(base, graph, base.load(), initial_adapter(declared, seed=0))
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_tokens_not_over_its_micro_batches(known_losses):
+    """2 targets with a loss of 4.0 in all and 8 with one of 8.0: 12 / 10, where the mean of means would be 1.5."""
+    few, many = np.array([5, TWO, TWO], np.int32), np.array([5] + 8 * [ONE], np.int32)
+    examples = [Example(tokens, np.arange(len(tokens)) > 0, Location("a", 1)) for tokens in (few, many)]
+
+    def batch(accumulation, rows):
+        shape = {"gradient_accumulation_steps": accumulation, "micro_batch_size": rows}
+        return Batches(Examples.of(examples), sequence_length=16, packing=False, shuffle=False, **shape).at(0)
+
+    step = known_losses.compile()
+    whole, expected = step(known_losses.state(), known_losses.frozen, batch(1, 2))
+    parts, metrics = step(known_losses.state(), known_losses.frozen, batch(2, 1))
+    # Of each word's logit and of their sum of exponentials, float32 keeps 2^-24 = 6e-8 of sums over 64 and 128 terms.
+    assert [float(found["loss"]) for found in (expected, metrics)] == pytest.approx([1.2, 1.2], rel=2e-6)
+    assert metrics["supervised_tokens"] == 10
+    assert float(optax.global_norm(whole.optimizer)) > 0.01
+    assert gradient_difference(parts.optimizer, whole.optimizer) < 1e-6
 
 
 def test_loss_and_gradients_are_the_same_with_packing(subject, step):

@@ -365,6 +365,22 @@ def test_a_device_that_fails_ends_the_run_and_what_was_saved_stands(folder, tmp_
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_memory_that_runs_out_is_told_with_what_takes_less(folder, tmp_path, made_up, monkeypatch):
+    failure = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.")
+    made_up([(True, None)] * 3 + [(failure, None)])
+    config = configure(folder, tmp_path / "run", max_steps=6, save_every=3)
+    message = r"step 4: the memory of a device ran out: .* --optimizer adamw_8bit, .*/checkpoints, stand: .*--resume"
+    with pytest.raises(UserError, match=message):
+        train(config, recorder()[0])
+
+    def fail(*_):
+        raise failure
+
+    monkeypatch.setattr(trainer, "load_weights", fail)  # ahead of any step
+    with pytest.raises(UserError, match=r"^the memory of a device ran out: .* --optimizer adamw_8bit"):
+        train(configure(folder, tmp_path / "other"), recorder()[0])
+
+
 def test_rows_that_cannot_be_read_ahead_end_the_run_and_what_was_saved_stands(folder, tmp_path, made_up, monkeypatch):
     """Batches are made by a thread of their own."""
     at = Batches.at
