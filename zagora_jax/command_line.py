@@ -23,9 +23,9 @@ YAML_HINT = (
 def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
     """Run a command on the process's arguments and return its exit status.
 
-    What a user can correct is printed in one piece, without a traceback, and ends with status 2. SIGTERM and SIGINT
-    end with status 75 (`interruption.STOPPED`); where work would be lost, with 128 and the signal's number. Output that
-    cannot be written ends no work; it makes a status of 0 a 2, unless a reader just wanted no more.
+    What a user can correct is printed in one piece, without a traceback, and ends with status 2. SIGTERM, SIGINT
+    and SIGHUP end with status 75 (`interruption.STOPPED`); where work would be lost, with 128 and the signal's number.
+    Output that cannot be written ends no work; it makes a status of 0 a 2, unless a reader just wanted no more.
     """
     os.umask(os.umask(0) | 0o002)  # no file is writable for everybody
     with enduring_output() as output, interruptible():

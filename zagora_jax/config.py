@@ -260,7 +260,7 @@ class TrainConfig(CommandConfig):
     stop_grace: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds that the present step and its save may take after SIGTERM or SIGINT (Ctrl-C).",
+        description="Seconds that the present step and its save may take after SIGTERM, SIGINT (Ctrl-C) or SIGHUP.",
     )
     pause_above_celsius: float | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: work that can be saved is saved first, anything else ends at once, and a second signal too.
+"""SIGTERM, SIGINT, SIGHUP: work that can be saved is saved first, anything else ends at once, and a second signal too.
 
 Python runs a signal's handler in the main thread alone, and not while that is inside of compiled code: XLA may compile
 for minutes. So a thread of its own reads the signals as they come, from the file descriptor that Python writes them to,
@@ -21,7 +21,7 @@ STOPPED = 75
 # After a signal, how long the main thread may take to end where there is nothing to save, in seconds.
 UNWINDING = 10.0
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -97,7 +97,7 @@ _current: _Watch | None = None
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGINT raise `Interrupted` in the block, or set a flag where work is `saving_first`.
+    """Let these signals raise `Interrupted` in the block, or set a flag where work is `saving_first`.
 
     Within another such block, or outside of the main thread, where Python cannot handle signals, nothing changes.
     """

@@ -89,7 +89,7 @@ def train(config: TrainConfig, reporter: Reporter | None = None, callbacks: Sequ
     Raises:
         UserError: wrong input, found before the weights are read; a training that diverges; a disk that is full; a
             device that fails.
-        Interrupted: SIGTERM or SIGINT came; every finished step is saved.
+        Interrupted: SIGTERM, SIGINT or SIGHUP came; every finished step is saved.
     """
     with interruption.interruptible():
         run = _Run(config, reporter or Reporter(), callbacks)

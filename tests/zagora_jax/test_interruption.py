@@ -47,7 +47,7 @@ def run(work, *signals):
     return process.returncode, output, errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_where_nothing_is_to_be_saved_a_signal_ends_at_once_and_cleans_up(number):
     work = """
         try:
@@ -117,7 +117,7 @@ def test_what_the_shell_ignores_stays_ignored():
 
 
 def test_handlers_are_those_of_before_afterwards():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
 
     def stopped():
         with interruptible(), interruptible(), saving_first(5.0):
@@ -127,5 +127,5 @@ def test_handlers_are_those_of_before_afterwards():
 
     with pytest.raises(Interrupted, match="SIGTERM"):  # at the end of the block
         stopped()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before
     assert not requested()
