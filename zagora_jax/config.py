@@ -23,6 +23,7 @@ from zagora_jax.option_groups import (
     Quantization,
     QuantizedCacheFolder,
     Sources,
+    Trackers,
 )
 
 
@@ -261,6 +262,11 @@ class TrainConfig(CommandConfig):
         default=60.0,
         gt=0,
         description="Seconds that the present step and its save may take after SIGTERM, SIGINT (Ctrl-C) or SIGHUP.",
+    )
+    track: Trackers | None = Field(
+        default=None,
+        description="Send the numbers of every step to tensorboard (files in the run directory), wandb or trackio too; "
+        "each needs the extra of its name. A tracker that fails or is away ends no training.",
     )
     pause_above_celsius: float | None = Field(
         default=None,

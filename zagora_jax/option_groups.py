@@ -39,6 +39,10 @@ DeviceNumbers = Annotated[
     Field(min_length=1),
     BeforeValidator(_to_list, json_schema_input_type=int | list[int]),
 ]
+Trackers = Annotated[
+    list[Literal["tensorboard", "wandb", "trackio"]],
+    BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
+]
 Quantization = Literal["nf4", "hqq", "int8", "none"]
 Embeddings = Literal["none", "int8", "nf4"]
 FloatType = Literal["bfloat16", "float16", "float32"]

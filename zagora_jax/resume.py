@@ -28,6 +28,7 @@ FREE_OPTIONS = {
     "loss_spike_action",
     "stop_grace",
     "pause_above_celsius",
+    "track",
     "resume",
     "adapter",  # where training begins; its settings are compared as the lora options
     "quantized_cache",

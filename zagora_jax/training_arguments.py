@@ -37,11 +37,10 @@ FIXED = {
     "greater_is_better": (False,),
     "logging_strategy": ("steps",),
     "metric_for_best_model": ("loss", "eval_loss"),
-    "report_to": ("none", [], ["none"]),
     "save_strategy": ("steps",),
 }
 # Given to the trainer, or the default here, unless an object says otherwise than its class.
-NOT_BY_DEFAULT = {"gradient_accumulation_steps", "per_device_eval_batch_size"}
+NOT_BY_DEFAULT = {"gradient_accumulation_steps", "per_device_eval_batch_size", "report_to"}
 ADVICE = {
     "ddp_backend": "devices of one process need none",
     "deepspeed": "give partition_strategy in its place",
@@ -252,6 +251,12 @@ def _seed(values: Mapping[str, Any]) -> dict[str, Any]:
     raise ValueError(f"expected the seed, {values['seed']}, found {seed}: one seed serves for rows and adapters")
 
 
+def _track(values: Mapping[str, Any]) -> dict[str, Any]:
+    names = values["report_to"]
+    names = [names] if isinstance(names, str) else list(names or [])
+    return {} if names in ([], ["none"]) else {"track": names}
+
+
 # What takes more than another name; each is called with all values.
 CONVERTED: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "bf16": _compute_dtype,
@@ -266,6 +271,7 @@ CONVERTED: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "num_train_epochs": _epochs,
     "optim": _optimizer,
     "per_device_eval_batch_size": _eval_batch_size,
+    "report_to": _track,
     "warmup_ratio": _warmup,
     "warmup_steps": _warmup,
 }

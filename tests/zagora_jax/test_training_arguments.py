@@ -31,6 +31,8 @@ def values(arguments):
         ({"eval_strategy": "steps", "logging_steps": 5}, {"eval_every": 5, "log_every": 5}),
         ({"eval_strategy": "no", "eval_steps": 10}, {}),
         ({"data_seed": 3, "seed": 3}, {"seed": 3}),
+        ({"report_to": ["tensorboard", "wandb"]}, {"track": ["tensorboard", "wandb"]}),
+        ({"report_to": "trackio"}, {"track": ["trackio"]}),
         ({"report_to": "none", "save_strategy": "steps", "adam_beta2": 0.999, "tf32": None}, {}),
         ({"output_dir": "o", "max_seq_length": 64}, {"output": "o", "sequence_length": 64}),
         ({"lora": {"rank": 8}, "lora.alpha": 16}, {"lora.rank": 8, "lora.alpha": 16}),

@@ -5,6 +5,7 @@ import math
 import os
 from array import array
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -108,7 +109,7 @@ class History:
         try:
             entry = json.loads(line)
             step = entry["step"]
-            if not isinstance(step, int):
+            if type(step) is not int or not 0 <= step < 2**63:
                 raise TypeError("a step is a whole number")
         except (ValueError, TypeError, KeyError, RecursionError):
             self.unreadable += 1
@@ -120,29 +121,39 @@ class History:
         self.step = step
         self.skipped += entry.get("finite") is False or entry.get("spike") is True
         self.put_off += entry.get("save_put_off") is True
-        for name, value in entry.items():
-            if name != "step":
-                self._put(name, step, value)
-        cards = entry.get("cards")
-        for card in cards if isinstance(cards, list) else ():
-            if not isinstance(card, dict) or not isinstance(card.get("card"), int):
-                continue
-            for name, value in card.items():
-                self._put(f"cards.{card['card']}.{name}", step, value)
+        for name, value in numbers_of(entry).items():
+            self.series.setdefault(name, Series()).append(step, value)
+        for card in _cards_of(entry):
             reasons = card.get("throttled_by")
             for reason in reasons if isinstance(reasons, list) else ():
                 self.throttled[card["card"], str(reason)] += 1
-
-    def _put(self, name: str, step: int, value: Any) -> None:
-        if value is None:  # as what is not finite is written
-            value = math.nan
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            try:
-                self.series.setdefault(name, Series()).append(step, float(value))
-            except OverflowError:  # a whole number of more than 308 digits
-                self.unreadable += 1
 
     @property
     def cards(self) -> list[int]:
         """The cards that some line tells of."""
         return sorted({int(name.split(".")[1]) for name in self.series if name.startswith("cards.")})
+
+
+def numbers_of(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a step's metrics by name; what is not finite is NaN."""
+    found = {name: value for name, value in entry.items() if name != "step"}
+    for card in _cards_of(entry):
+        found |= {f"cards.{card['card']}.{name}": value for name, value in card.items() if name != "card"}
+    return {name: number for name, value in found.items() if (number := _number(value)) is not None}
+
+
+def _cards_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    cards = entry.get("cards")
+    found = cards if isinstance(cards, list) else []
+    return [card for card in found if isinstance(card, dict) and isinstance(card.get("card"), int)]
+
+
+def _number(value: Any) -> float | None:
+    if value is None:  # as what is not finite is written
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.inf if value > 0 else -math.inf

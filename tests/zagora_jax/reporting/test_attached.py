@@ -1,5 +1,6 @@
-"""A real training with everything attached: sensors of fake cards and the page."""
+"""A real training with everything attached: sensors of fake cards, the page, a tracker."""
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from zagora_jax.reporting.cards import Cards
 from zagora_jax.run_directory import read_metrics
 
 STEPS = 3
+TRACK = ["tensorboard"] if importlib.util.find_spec("tensorboard") else None
 
 
 class Look(Callback):
@@ -42,7 +44,7 @@ def run(tmp_path_factory):
             "CardWatch",
             lambda say, limit: CardWatch(say, limit, open_cards=lambda: Cards(nvml), interval=0.001),
         )
-        trainer.train(config.model_copy(update={"pause_above_celsius": 80.0}), reporter, [look])
+        trainer.train(config.model_copy(update={"pause_above_celsius": 80.0, "track": TRACK}), reporter, [look])
     return SimpleNamespace(path=folder / "run", printed=printed(), look=look)
 
 
@@ -63,6 +65,18 @@ def test_the_page_is_complete(run):
         assert words in page, words
     assert (run.path / "config.yaml").read_text() in page
     assert run.look.seen[1:] == [True] * (STEPS - 1)  # that of the beginning is written beside the first step
+
+
+@pytest.mark.skipif(TRACK is None, reason="needs tensorboard")
+def test_the_tracker_has_every_step(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    written = read_metrics(run.path / "metrics.jsonl")
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [
+        (line["step"], pytest.approx(line["loss"])) for line in written
+    ]
+    assert [event.step for event in read.Scalars("eval_loss")] == [0, STEPS]
 
 
 def test_nothing_went_wrong(run):

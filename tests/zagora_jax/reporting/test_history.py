@@ -65,11 +65,14 @@ def test_a_file_that_is_gone_is_forgotten(tmp_path):
 def test_damaged_lines_are_counted_and_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
-        b'{"step": 1, "loss": 3.0}\n\xff\n[]\n{}\n{"step": "2"}\n\n{"step": 3, "loss": ' + b"9" * 400 + b"}\n"
+        b'{"step": 1, "loss": 3.0}\n\xff\n[]\n{}\n{"step": "2"}\n{"step": true}\n'
+        + b'{"step": 9999999999999999999}\n\n{"step": 3, "loss": '
+        + b"9" * 400
+        + b"}\n"
         b'{"step": 4, "loss": {}, "cards": [1, {}, {"card": "x"}]}\n' + b"[" * 100_000 + b"\n"
     )
     history = History(path).refresh()
-    assert (history.step, history.unreadable, list(history["loss"].values)) == (4, 6, [3.0])
+    assert (history.step, history.unreadable, list(history["loss"].values)) == (4, 7, [3.0, math.inf])
 
 
 def test_what_was_not_finite_is_a_gap(tmp_path):
