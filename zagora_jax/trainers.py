@@ -14,6 +14,7 @@ from zagora_jax.exporter import export
 from zagora_jax.generation import Generator, Sampling, open_generator
 from zagora_jax.options import Given, build
 from zagora_jax.reporting.progress import Reporter
+from zagora_jax.reporting.steps import Steps
 from zagora_jax.run_directory import RunDirectory, read_metrics
 from zagora_jax.trainer import TrainResult, train
 from zagora_jax.training_arguments import Arguments, as_options, merged, own_options
@@ -39,9 +40,9 @@ class Trainer:
         return self.config.output
 
     @property
-    def history(self) -> list[dict[str, Any]]:
-        """The numbers of every finished optimizer step, first to last: the lines of metrics.jsonl."""
-        return read_metrics(RunDirectory(self.run_directory).metrics)
+    def history(self) -> Steps:
+        """The numbers of every finished optimizer step, first to last: a list that can be drawn."""
+        return Steps(read_metrics(RunDirectory(self.run_directory).metrics))
 
     def evaluate(self, dataset: Dataset | None = None, *, checkpoint: int | None = None) -> dict[str, float]:
         """Measure the mean loss over rows.

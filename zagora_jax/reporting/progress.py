@@ -1,14 +1,16 @@
-"""What a person sees while a run goes on: a banner, progress bars on a terminal, plain lines elsewhere."""
+"""What a person sees while a run goes on: a banner, bars on a terminal and in a notebook, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -16,6 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from zagora_jax.reporting.notebook import NotebookBar
 from zagora_jax.reporting.terminal import SafeConsole
 
 SECONDS_BETWEEN_LINES = 10.0  # while weights are read, where there is no terminal
@@ -79,8 +82,15 @@ class Reporter:
     @contextmanager
     def training(self, total_steps: int, first_step: int, log_every: int) -> Iterator["TrainingProgress"]:
         """Show the optimizer steps, from `first_step` (finished already) to `total_steps`."""
+        if self.console.is_jupyter:
+            bar = NotebookBar(total_steps, first_step)
+            try:
+                yield TrainingProgress(self, bar, total_steps, log_every)
+            finally:
+                bar.show()
+            return
         if not self.console.is_terminal:
-            yield TrainingProgress(self, None, None, total_steps, log_every)
+            yield TrainingProgress(self, None, total_steps, log_every)
             return
         columns = (
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None),
@@ -88,7 +98,7 @@ class Reporter:
         )  # fmt: skip
         with Progress(*columns, console=self.console, expand=True) as progress:
             task = progress.add_task("step", total=total_steps, completed=first_step, numbers="compiling")
-            yield TrainingProgress(self, progress, task, total_steps, log_every)
+            yield TrainingProgress(self, TerminalBar(progress, task), total_steps, log_every)
 
 
 class Count:
@@ -124,25 +134,40 @@ class LoadingLines:
         )
 
 
+class Bar(Protocol):
+    """Shows how far a training is."""
+
+    def update(self, step: int, loss: float, numbers: str) -> None:
+        """Show a finished step, and the newest `numbers` in words."""
+
+
+class TerminalBar:
+    """A line of the terminal."""
+
+    def __init__(self, progress: Progress, task: TaskID):
+        self._progress, self._task = progress, task
+
+    def update(self, step: int, loss: float, numbers: str) -> None:
+        """Show a finished step."""
+        self._progress.update(self._task, completed=step, numbers=numbers)
+
+
 class TrainingProgress:
     """Shows each step's numbers."""
 
-    def __init__(self, reporter: Reporter, progress: Progress | None, task: object, total_steps: int, log_every: int):
-        self._reporter, self._progress, self._task = reporter, progress, task
+    def __init__(self, reporter: Reporter, bar: Bar | None, total_steps: int, log_every: int):
+        self._reporter, self._bar, self._numbers = reporter, bar, "compiling"
         self._total_steps, self._log_every = total_steps, log_every
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Show the numbers of a finished step, every `log_every` steps and at the last."""
+        """Show a finished step, and its numbers every `log_every` steps and at the last."""
         step = int(metrics["step"])
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)  # type: ignore[arg-type]
-        if step % self._log_every and step != self._total_steps:
-            return
-        numbers = (
-            f"loss {metrics['loss']:.4f}  lr {metrics['learning_rate']:.2e}  grad {metrics['grad_norm']:.3f}  "
-            f"{metrics['tokens_per_second']:,.0f} tok/s  {metrics['peak_memory_gib']:.2f} GiB"
-        )
-        if self._progress is not None:
-            self._progress.update(self._task, numbers=numbers)  # type: ignore[arg-type]
-        else:
-            self._reporter.say(f"step {step}/{self._total_steps}  {numbers}")
+        if said := not step % self._log_every or step == self._total_steps:
+            self._numbers = (
+                f"loss {metrics['loss']:.4f}  lr {metrics['learning_rate']:.2e}  grad {metrics['grad_norm']:.3f}  "
+                f"{metrics['tokens_per_second']:,.0f} tok/s  {metrics['peak_memory_gib']:.2f} GiB"
+            )
+        if self._bar is not None:
+            self._bar.update(step, metrics["loss"], self._numbers)
+        elif said:
+            self._reporter.say(f"step {step}/{self._total_steps}  {self._numbers}")
