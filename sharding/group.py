@@ -21,6 +21,9 @@ class DeviceGroup(Protocol):
     def total(self, x: jax.Array) -> jax.Array:
         """Sum a device's own number over all devices."""
 
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Put the rows [N, ...] of all devices that have some of their own one behind the other, in their order."""
+
     def squared_norm(self, gradients: Any) -> jax.Array:
         """Return the sum of squares of a whole tree of gradients."""
 
@@ -42,6 +45,10 @@ class Alone:
         return 0
 
     def total(self, x: jax.Array) -> jax.Array:
+        """Return x."""
+        return x
+
+    def gather(self, x: jax.Array) -> jax.Array:
         """Return x."""
         return x
 
@@ -76,6 +83,10 @@ class Group:
     def total(self, x: jax.Array) -> jax.Array:
         """Sum over all devices that have rows of their own."""
         return lax.psum(x, ROW_AXES)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Gather over all devices that have rows of their own; backwards, their gradients are summed."""
+        return lax.all_gather(x, ROW_AXES, axis=0, tiled=True)
 
     def squared_norm(self, gradients: Any) -> jax.Array:
         """Sum the squares of the shards over the devices that hold one each."""

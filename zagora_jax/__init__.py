@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zagora_jax.embedding_trainer import EmbeddingTrainer as EmbeddingTrainer
     from zagora_jax.trainers import DistributedTrainer as DistributedTrainer
     from zagora_jax.trainers import DomainAdaptationTrainer as DomainAdaptationTrainer
 
@@ -47,6 +48,7 @@ _require_own_siblings()
 _LAZY = {
     "DistributedTrainer": "zagora_jax.trainers",
     "DomainAdaptationTrainer": "zagora_jax.trainers",
+    "EmbeddingTrainer": "zagora_jax.embedding_trainer",
 }
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from zagora_jax.checkpoints.load import Destination
 from zagora_jax.data.batches import Batch
 from zagora_jax.layer_feed import LayerFeed
-from zagora_jax.step import ForwardOptions
+from zagora_jax.step import NEXT_TOKEN, ForwardOptions, Objective
 from zagora_jax.train_state import TrainState
 
 Say = Callable[[str], None]
@@ -33,6 +33,7 @@ class Recipe:
         max_grad_norm: the global norm that gradients are clipped to; 0 does not clip.
         dropout_seed: seeds the adapters' dropout, None switches it off.
         total_steps: optimizer steps of the whole run.
+        objective: what a step lowers.
     """
 
     optimizer: optax.GradientTransformation
@@ -41,6 +42,7 @@ class Recipe:
     max_grad_norm: float
     dropout_seed: int | None
     total_steps: int
+    objective: Objective = NEXT_TOKEN
 
 
 class CompiledStep(Protocol):

@@ -61,13 +61,14 @@ class Evaluated:
     Attributes:
         step: finished steps.
         total_steps: all steps of the run.
-        losses: mean loss a supervised token; "eval_loss" is that by which runs are compared.
+        numbers: "eval_loss", by which runs are compared, the mean over supervised tokens (an embedder's: over queries);
+            "eval_loss.NAME" of a set of that name; of an embedder "eval_recall_at_1" and more.
         supervised_tokens: of "eval_loss".
     """
 
     step: int
     total_steps: int
-    losses: Mapping[str, float]
+    numbers: Mapping[str, float]
     supervised_tokens: int
 
 

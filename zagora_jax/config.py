@@ -22,6 +22,7 @@ from zagora_jax.option_groups import (
     PlannedOffloadConfig,
     Quantization,
     QuantizedCacheFolder,
+    RetrievalConfig,
     Sources,
     Trackers,
 )
@@ -38,6 +39,11 @@ def quantized_folder(option: Path | Literal["auto", "off"]) -> Path | None:
 
 def _absolute(value: Any) -> Any:
     return value.absolute() if isinstance(value, Path) else value
+
+
+def _named_source(entry: str) -> tuple[str, str]:
+    name, _, source = entry.partition("=")
+    return name.strip(), os.path.expanduser(source.strip())
 
 
 def _run_of_model(fields: dict[str, Any]) -> Path:
@@ -111,6 +117,11 @@ class TrainConfig(CommandConfig):
         description="The part of the rows of data to hold out in place of eval_data. Chosen by their content, so that "
         "equal rows stand together and the choice does not change when rows are added.",
     )
+    eval_sets: list[str] | None = Field(
+        default=None,
+        description="More rows held out, in sets with a loss each: NAME=SOURCE, such as medical=medical.jsonl; several "
+        "of one name are one set. Without eval_data and eval_fraction, eval_loss is that of all sets together.",
+    )
     sequence_length: int = Field(
         default=2048, ge=2, description="Tokens in a row at most, and of the rows packed together."
     )
@@ -133,6 +144,8 @@ class TrainConfig(CommandConfig):
     packing: bool = Field(
         default=False, description="Put several short rows in one sequence; they never see each other."
     )
+
+    retrieval: RetrievalConfig = RetrievalConfig()
 
     micro_batch_size: int = Field(default=1, ge=1, description="Rows for each replica (data x fsdp) and micro-batch.")
     gradient_accumulation_steps: int = Field(default=8, ge=1, description="Micro-batches in an optimizer step.")
@@ -292,12 +305,23 @@ class TrainConfig(CommandConfig):
                 "model": str(model.absolute()) if model.exists() else self.model,
                 "data": all_absolute(self.data),
                 "eval_data": all_absolute(self.eval_data),
+                "eval_sets": self.eval_sets
+                and [f"{name}={absolute(source)}" for name, source in map(_named_source, self.eval_sets)],
                 "quantized_cache": _absolute(self.quantized_cache),
                 "adapter": self.adapter and self.adapter.absolute(),
                 "output": self.output.absolute(),
                 "resume": _absolute(self.resume),
             }
         )
+
+    @field_validator("eval_sets")
+    @classmethod
+    def _check_eval_sets(cls, sets: list[str] | None) -> list[str] | None:
+        for entry in sets or ():
+            name, source = _named_source(entry)
+            if not re.fullmatch(r"[A-Za-z][\w-]*", name) or not source:
+                raise ValueError(f"expected NAME=SOURCE, such as medical=medical.jsonl ({entry!r})")
+        return sets
 
     @field_validator("remat", mode="before")
     @classmethod
@@ -310,7 +334,7 @@ class TrainConfig(CommandConfig):
     def _check_data(self) -> Self:
         if self.offload.embedding and self.strategy != "layerwise":
             raise ValueError("offload.embedding is for strategy layerwise, whose first card alone needs the embedding")
-        if self.eval_every and not (self.eval_data or self.eval_fraction):
+        if self.eval_every and not (self.eval_data or self.eval_fraction or self.eval_sets):
             raise ValueError(f"eval_every is {self.eval_every} but there is no eval_data: give eval_data too")
         if self.eval_data and self.eval_fraction:
             raise ValueError("eval_data and eval_fraction both say which rows are held out: give one of them")
@@ -322,6 +346,14 @@ class TrainConfig(CommandConfig):
         if self.long_rows == "split" and self.overlap >= self.sequence_length:
             raise ValueError(f"overlap ({self.overlap}) must be below sequence_length ({self.sequence_length})")
         return self
+
+    @property
+    def named_eval_sets(self) -> dict[str, list[str]]:
+        """The sources of eval_sets by the names of the sets."""
+        found: dict[str, list[str]] = {}
+        for name, source in map(_named_source, self.eval_sets or ()):
+            found.setdefault(name, []).append(source)
+        return found
 
     def warmup_of(self, total_steps: int) -> int:
         """Return the steps of the warm-up in a run of so many, by warmup_steps or, as transformers, warmup_ratio."""
@@ -342,6 +374,22 @@ class TrainConfig(CommandConfig):
     def planned_remat(self) -> str:
         """The option remat; full where it is auto, which is settled on the devices."""
         return "full" if self.remat == "auto" else self.remat
+
+    @model_validator(mode="after")
+    def _check_retrieval(self) -> Self:
+        if self.retrieval.pooling == "none":
+            return self
+        against = {
+            "strategy layerwise": self.strategy == "layerwise",
+            "offload.weights and strategy streaming": self.streamed_weights != "none",
+            "packing": self.packing,
+            "data_weights": self.data_weights is not None,
+            "a synthetic model": self.data is None and self.model.startswith("synthetic:"),
+        }
+        for what, given in against.items():
+            if given:
+                raise ValueError(f"retrieval.pooling {self.retrieval.pooling} does not go with {what}")
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

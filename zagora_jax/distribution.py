@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.llama import Llama
 from models.parameters import Adapter, Frozen, Path, by_path, split
 from models.placement import Placement
+from models.pooling import Pooling
 from models.quantization import parts
 from models.quantization.parts import Segments
 from models.stream_order import StreamOrder
@@ -26,13 +27,14 @@ from sharding.group import Group
 from sharding.layer_exchange import LayerExchange
 from sharding.mesh import SHARD_AXES, rows_divisor, shard_count
 from sharding.program import collectives, memory, traffic
-from sharding.rules import named_sharding
+from sharding.rules import named_sharding, partition_spec
 from sharding.spread import Spread
 from sharding.targets import lower_for
 from sharding.tensor import Parts, alike, enter, leave
 from sharding.vocabulary import ShardedVocabulary
 from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
 from zagora_jax.checkpoints.load import Destination, set_layer
+from zagora_jax.contrastive import embed
 from zagora_jax.data.batches import Batch
 from zagora_jax.layer_feed import LayerFeed
 from zagora_jax.optimizer import QuantizedMoment
@@ -351,6 +353,8 @@ class Distribution:
             last_placement=self.last_placement,
             group=self.group,
             moments_on_host=self.moments_on_host,
+            objective=recipe.objective,
+            forward_placement=self.placement,
         )
         return SpreadStep(self, self.compile_step(step, whole, batch), self._compile_flush(recipe, whole))
 
@@ -380,6 +384,20 @@ class Distribution:
             return self.run(compiled, adapters, frozen, self.put_batch(batch), backward=False)
 
         return evaluate
+
+    def compile_embedding(
+        self, options: ForwardOptions, batch: Batch, pooling: Pooling
+    ) -> Callable[[nnx.State, Any, Batch], np.ndarray]:
+        """Compile what gives the unit vectors float32 [A, M, D] of batches of one shape, on the host."""
+        graph = split(self.model)[0]
+
+        def embed_all(adapters: nnx.State, frozen: Any, batch: Batch) -> jax.Array:
+            model = nnx.merge(graph, frozen, adapters)
+            return jax.lax.map(lambda own: embed(model, own, pooling, options, None, self.placement), batch)
+
+        arguments = (self.abstract_adapters(), self.abstract_frozen(), self.abstract_batch(batch))
+        compiled = self.compile(embed_all, arguments, partition_spec(("accumulation", "rows", None)))
+        return lambda adapters, frozen, batch: np.asarray(compiled(adapters, frozen, self.put_batch(batch)))
 
     def run(self, compiled: jax.stages.Compiled, *arguments: Any, backward: bool) -> Any:
         """Run a program that goes through the layers once, or, with `backward`, a second time for gradients."""

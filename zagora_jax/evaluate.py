@@ -8,12 +8,14 @@ from zagora_jax.config import EvaluateConfig
 
 def main(config: EvaluateConfig) -> None:
     """Measure, and print the loss."""
-    from zagora_jax.evaluation import evaluate_run
+    from zagora_jax.evaluate_run import evaluate_run
     from zagora_jax.reporting.progress import Reporter
 
     reporter = Reporter()
     result = evaluate_run(config, reporter)
     reporter.say(f"loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
+    for name, value in result.numbers.items():
+        reporter.say(f"{name} {value:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,41 @@
 """The loss of a model on held-out rows."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
-from sharding.mesh import rows_divisor
 from zagora_jax import interruption
-from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import Arrangement
-from zagora_jax.config import EvaluateConfig, TrainConfig
 from zagora_jax.data.batches import Batch, Batches
-from zagora_jax.data.prepare import evaluation_batches
-from zagora_jax.devices import choose_mesh
-from zagora_jax.errors import UserError
-from zagora_jax.frozen_weights import load_weights
 from zagora_jax.hanging import Pace
-from zagora_jax.host_memory import allow_pinned_memory
-from zagora_jax.kernels import forward_options
-from zagora_jax.option_groups import MeshConfig
-from zagora_jax.reporting.progress import Reporter
-from zagora_jax.residency import settle_source, settle_streaming
-from zagora_jax.run_directory import RunDirectory
 from zagora_jax.step import ForwardOptions
-from zagora_jax.tuned import open_tuned
 
 EvaluationStep = Callable[[Any, Batch], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over supervised tokens, each by its weight, and their number."""
+    """Mean loss over supervised tokens (an embedder's: over queries), each by its weight, and their number.
+
+    Attributes:
+        loss: the mean.
+        supervised_tokens: their number.
+        numbers: what else was measured, such as recall_at_1, or loss.NAME of a set of that name.
+    """
 
     loss: float
+    supervised_tokens: int
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class Totals(NamedTuple):
+    """Sums over rows: of the loss, of the weights of supervised tokens, and of their numbers."""
+
+    loss: float
+    weight: float
     supervised_tokens: int
 
 
@@ -54,6 +54,12 @@ def evaluate(step: EvaluationStep, adapters: Any, batches: Iterable[Batch]) -> E
         ValueError: no token is supervised.
         Interrupted: a signal asked the process to end.
     """
+    found = totals(step, adapters, batches)
+    return Evaluation(found.loss / found.weight, found.supervised_tokens)
+
+
+def totals(step: EvaluationStep, adapters: Any, batches: Iterable[Batch]) -> Totals:
+    """Sum over all batches; see `evaluate`."""
     total, weight, count = 0.0, 0.0, 0
     pace = Pace()
     for number, batch in enumerate(batches, start=1):
@@ -64,45 +70,4 @@ def evaluate(step: EvaluationStep, adapters: Any, batches: Iterable[Batch]) -> E
         count += int(np.count_nonzero(batch.weights))
     if not count:
         raise ValueError("no supervised token in the evaluation data")
-    return Evaluation(total / weight, count)
-
-
-def evaluate_run(config: EvaluateConfig, reporter: Reporter) -> Evaluation:
-    """Measure a run's tuned model on rows: those given, or else those that the run held out.
-
-    Raises:
-        UserError: the run cannot be opened, there are no rows, or something is wrong with them.
-    """
-    allow_pinned_memory(RunDirectory(config.run).read_config())
-    tuned = open_tuned(config.run, config.checkpoint)
-    options = {"micro_batch_size": config.micro_batch_size, "sequence_length": config.sequence_length}
-    run_config = tuned.config.model_copy(update={name: value for name, value in options.items() if value is not None})
-    run_config, mesh = _laid_out_here(run_config)
-    batches = evaluation_batches(run_config, tuned.base, rows_divisor(mesh), reporter, config.data)
-    if batches is None:
-        raise UserError(f"{config.run}: the run has no eval_data and no eval_fraction; give --data")
-    settled = settle_streaming(run_config, tuned.base, mesh, reporter.say)
-    arrangement = arrange(settle_source(settled, tuned.base, mesh, reporter.say), tuned.base.model, mesh)
-    with reporter.loading(tuned.base.parameter_count()) as on_tensor:
-        frozen = load_weights(tuned.base, arrangement, on_tensor, reporter.say)
-    step = compile_evaluation(forward_options(run_config, tuned.base), arrangement, frozen, batches)
-    try:
-        return evaluate(step, arrangement.put_adapters(tuned.adapters), batches.epoch(0))
-    finally:
-        if arrangement.feed is not None:
-            arrangement.feed.close()
-
-
-def _laid_out_here(config: TrainConfig) -> tuple[TrainConfig, Mesh]:
-    """Lay devices out as in training where there are enough of them, or else all; the loss is the same."""
-    try:
-        mesh = choose_mesh(config)
-    except UserError:
-        config = config.model_copy(update={"mesh": MeshConfig()})
-        mesh = choose_mesh(config)
-    given = config.stage_layers
-    if given != "auto" and len(given) != mesh.shape["stage"]:
-        config = config.model_copy(update={"stage_layers": "auto"})
-    # Whatever is against one program here was not in training, or the other way round.
-    form = config.stage_form if config.stage_form == "programs" else "auto"
-    return config.model_copy(update={"stage_form": form}), mesh
+    return Totals(total, weight, count)

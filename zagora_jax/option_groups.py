@@ -240,6 +240,27 @@ class PlannedOffloadConfig(Options):
     optimizer: bool | None = Field(default=None, description="As of train; else searched for.")
 
 
+class RetrievalConfig(Options):
+    """The training of an embedder: texts that belong together get vectors that point in the same direction."""
+
+    pooling: Literal["none", "last", "mean"] = Field(
+        default="none",
+        description="What becomes the vector of a text: the last token's hidden state (last), or the mean over all "
+        "tokens (mean). Rows are then {query, positive, negatives}; none trains a language model.",
+    )
+    temperature: float = Field(
+        default=0.05, gt=0, description="Scores, cosines from -1 to 1, are divided by this in the loss."
+    )
+    hard_negatives: int = Field(
+        default=0,
+        ge=0,
+        description="How many of a row's negatives stand beside its passage in a step, whose other passages are wrong "
+        "answers too.",
+    )
+    query_prefix: str = Field(default="", description="What is put before each query, such as 'query: '.")
+    passage_prefix: str = Field(default="", description="What is put before each passage.")
+
+
 class BalanceConfig(Options):
     """When layers move between the stages of layerwise, in training."""
 

@@ -20,6 +20,7 @@ FREE_OPTIONS = {
     "max_steps",  # likewise
     "output",
     "eval_data",
+    "eval_sets",
     "log_every",
     "profile_step",
     "eval_every",

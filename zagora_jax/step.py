@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +150,56 @@ def streamed_loss_sum(
     return jax.lax.scan(add, jnp.float32(0), (hidden, batch.targets, batch.weights, dropout_keys))[0]
 
 
+class Objective(Protocol):
+    """What an optimizer step lowers, of which the gradients are computed a micro-batch at a time."""
+
+    def prepare(
+        self,
+        model: Llama,
+        batch: Batch,
+        options: ForwardOptions,
+        dropout_keys: jax.Array | None,
+        placement: Placement,
+        group: DeviceGroup,
+    ) -> Any:
+        """Compute, without gradients, what the loss of a micro-batch takes of all of them: arrays [A, ...], or None."""
+
+    def loss(
+        self,
+        model: Llama,
+        batch: Batch,
+        prepared: Any,
+        options: ForwardOptions,
+        dropout_keys: jax.Array | None,
+        placement: Placement,
+        exchanged: Exchanged,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return what is differentiated, and the loss summed over a micro-batch."""
+
+
+class NextToken:
+    """The loss of a language model: an `Objective` whose micro-batches have nothing to do with each other."""
+
+    def prepare(self, *_: Any) -> None:
+        """Nothing is needed."""
+
+    def loss(
+        self,
+        model: Llama,
+        batch: Batch,
+        prepared: None,
+        options: ForwardOptions,
+        dropout_keys: jax.Array | None,
+        placement: Placement,
+        exchanged: Exchanged,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sum it over the supervised tokens."""
+        total = loss_sum(model, batch, options, dropout_keys, placement, exchanged)
+        return total, total
+
+
+NEXT_TOKEN = NextToken()
+
 # (state, frozen, batch, scale) -> the step's gradients times `scale`, the loss, the residuals, and the loss as it is
 # halfway: ahead of the last backward pass. Gradients and loss are those of this device's rows.
 Accumulate = Callable[[TrainState, Any, Batch, jax.Array], tuple[nnx.State, jax.Array, ExchangeErrors, jax.Array]]
@@ -167,6 +217,8 @@ def make_train_step(
     last_placement: Placement | None = None,
     group: DeviceGroup = ALONE,
     moments_on_host: bool = False,
+    objective: Objective = NEXT_TOKEN,
+    forward_placement: Placement | None = None,
 ) -> Callable[[TrainState, nnx.State, Batch], tuple[TrainState, Metrics]]:
     """Build the function (state, frozen, batch [A, M, S]) -> (state, metrics) that is to be jitted.
 
@@ -186,6 +238,8 @@ def make_train_step(
         last_placement: the same for the last micro-batch, where that sums the gradients of all over the replicas.
         group: reaches the devices that share the rows; with it, the function is for use under shard_map.
         moments_on_host: whether the optimizer's moments wait in host memory between the steps.
+        objective: gives the loss; another one than the next token's is not for streamed models.
+        forward_placement: reaches parameters where no gradients are computed; by default as `placement`.
     """
 
     def micro_batch_loss(
@@ -197,10 +251,12 @@ def make_train_step(
         batch: Batch,
         keys: Any,
         scale: Any,
+        prepared: Any,
     ) -> Any:
         model = nnx.merge(graph, frozen, adapters)
-        total = loss_sum(model, batch, options, keys, placement, Exchanged(errors, earlier))
-        return total * scale, total
+        exchanged = Exchanged(errors, earlier)
+        lowered, total = objective.loss(model, batch, prepared, options, keys, placement, exchanged)
+        return lowered * scale, total
 
     def streamed_loss(
         adapters: nnx.State, errors: ExchangeErrors, frozen: StreamedFrozen, batch: Batch, keys: Any, scale: Any
@@ -218,8 +274,8 @@ def make_train_step(
         """Sum gradients and losses over this device's part of the micro-batches; see `Accumulate`."""
         rows, indices = batch.tokens.shape[1], jnp.arange(len(batch.tokens))
         own = jax.tree.map(lambda row: row[0], state.residuals)
+        keys_of = partial(row_keys, dropout_seed, state.step, first=group.first_row(rows), rows=rows)
         if placement.stream is not None:
-            keys_of = partial(row_keys, dropout_seed, state.step, first=group.first_row(rows), rows=rows)
             keys = jax.vmap(keys_of)(indices)
             scattered = own._replace(reduced=None)
             (gradients, errors), total = jax.grad(streamed_loss, argnums=(0, 1), has_aux=True)(
@@ -227,16 +283,24 @@ def make_train_step(
             )
             return gradients, total, errors._replace(reduced=own.reduced), total
 
-        def of_micro_batch(
-            index: jax.Array, micro_batch: Batch, errors: ExchangeErrors, earlier: Any, placement: Placement
-        ) -> Any:
-            keys = row_keys(dropout_seed, state.step, index, group.first_row(rows), rows)
-            return differentiated(state.adapters, errors, earlier, placement, frozen, micro_batch, keys, scale)
+        prepared = objective.prepare(
+            nnx.merge(graph, frozen, state.adapters),
+            batch,
+            options,
+            jax.vmap(keys_of)(indices),
+            forward_placement or placement,
+            group,
+        )
+        inputs = (indices, batch, prepared)
+
+        def of_micro_batch(inputs: tuple, errors: ExchangeErrors, earlier: Any, placement: Placement) -> Any:
+            index, micro_batch, prepared = inputs
+            arguments = (frozen, micro_batch, keys_of(index), scale, prepared)
+            return differentiated(state.adapters, errors, earlier, placement, *arguments)
 
         def accumulate(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
             gradients, total, errors = carry
-            index, micro_batch = inputs
-            (gradient, errors), loss = of_micro_batch(index, micro_batch, errors, None, placement)
+            (gradient, errors), loss = of_micro_batch(inputs, errors, None, placement)
             return (jax.tree.map(jnp.add, gradients, gradient), total + loss, errors), None
 
         # The last micro-batch is computed apart from the others where it exchanges more, or something halfway.
@@ -244,16 +308,16 @@ def make_train_step(
         in_loop = len(indices) - is_last_apart
         carry = (jax.tree.map(jnp.zeros_like, state.adapters), jnp.float32(0), own._replace(reduced=None))
         if in_loop:
-            carry, _ = jax.lax.scan(accumulate, carry, jax.tree.map(lambda x: x[:in_loop], (indices, batch)))
+            carry, _ = jax.lax.scan(accumulate, carry, jax.tree.map(lambda x: x[:in_loop], inputs))
         halfway = carry[1]
         if is_last_apart and last_placement is None:
-            carry, _ = accumulate(carry, jax.tree.map(lambda x: x[-1], (indices, batch)))
+            carry, _ = accumulate(carry, jax.tree.map(lambda x: x[-1], inputs))
         gradients, total, errors = carry
         errors = errors._replace(reduced=own.reduced)
         if last_placement is not None:
-            index, micro_batch = jax.tree.map(lambda x: x[-1], (indices, batch))
+            last = jax.tree.map(lambda x: x[-1], inputs)
             earlier = gradients if in_loop else None
-            (gradients, errors), loss = of_micro_batch(index, micro_batch, errors, earlier, last_placement)
+            (gradients, errors), loss = of_micro_batch(last, errors, earlier, last_placement)
             total += loss
         return gradients, total, errors, halfway if in_loop else total
 

@@ -37,11 +37,14 @@ from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.compaction import compact
 from zagora_jax.config import TrainConfig
 from zagora_jax.connections import try_connections
+from zagora_jax.contrastive import Contrastive
 from zagora_jax.data.batches import Batch
-from zagora_jax.data.prepare import evaluation_batches, training_batches
+from zagora_jax.data.pairs import PairBatches
+from zagora_jax.data.prepare import training_batches
 from zagora_jax.devices import TAKES_LESS, limit_memory, memory_limit
 from zagora_jax.errors import UserError
-from zagora_jax.evaluation import Evaluation, compile_evaluation, evaluate
+from zagora_jax.evaluation import Evaluation
+from zagora_jax.evaluation_sets import compile_sets, evaluation_sets
 from zagora_jax.factors import InitialFactors
 from zagora_jax.frozen_weights import load_weights
 from zagora_jax.hanging import Pace
@@ -61,6 +64,7 @@ from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 from zagora_jax.saving import Saver
 from zagora_jax.skipped_steps import SkippedSteps
+from zagora_jax.step import NEXT_TOKEN, Objective
 from zagora_jax.train_state import TrainState, initial_state
 from zagora_jax.tuned import with_initial_adapter
 
@@ -132,7 +136,7 @@ class _Run:
         self.arrangement = arrange(config, self.base.model)
         self.options = forward_options(config, self.base)
         self.batches = training_batches(config, self.base, self.arrangement.rows_divisor, reporter)
-        self.eval_batches = evaluation_batches(config, self.base, self.arrangement.rows_divisor, reporter)
+        self.held_out = evaluation_sets(config, self.base, self.arrangement.rows_divisor, reporter)
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
         self.warmup_steps = config.warmup_of(self.total_steps)
         self.schedule = make_schedule(config.schedule, config.learning_rate, self.warmup_steps, self.total_steps)
@@ -242,7 +246,7 @@ class _Run:
         """Tell whether all is done: a run may also break off behind its last step, before the last evaluation."""
         if self.goes_on or not self.directory.adapter.is_dir():
             return False
-        return self.eval_batches is None or self.directory.read_report().get("loss_after") is not None
+        return not self.held_out or self.directory.read_report().get("loss_after") is not None
 
     def _open_directory(self) -> None:
         """Say what will be done, and write it down."""
@@ -371,19 +375,21 @@ class _Run:
             )
 
     def _compile_evaluation(self, frozen: nnx.State) -> Measure | None:
-        if self.eval_batches is None:
+        if not self.held_out:
             return None
-        batches = self.eval_batches
-        step = compile_evaluation(self.options, self.arrangement, frozen, batches)
-        return lambda state: evaluate(step, state.adapters, batches.epoch(0))
+        measure = compile_sets(self.held_out, self.options, self.arrangement, frozen)
+        return lambda state: measure(state.adapters)
 
     def _evaluate(self, measure: Measure | None, state: TrainState, name: str) -> None:
         """Put the loss on eval-data, where there is any, in the report as `name`."""
         if measure is None:
             return
         result = measure(state)
-        self.directory.update_report({name: result.loss, "eval_supervised_tokens": result.supervised_tokens})
+        further = {name.replace("loss", "further", 1): dict(result.numbers)} if result.numbers else {}
+        self.directory.update_report({name: result.loss, "eval_supervised_tokens": result.supervised_tokens, **further})
         self.reporter.say(f"eval loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
+        if result.numbers:
+            self.reporter.say("; ".join(f"{key} {value:.4f}" for key, value in result.numbers.items()))
         self._tell_evaluation(result, self.finished_steps)
 
     def _compile_step(self) -> CompiledStep:
@@ -396,6 +402,7 @@ class _Run:
             max_grad_norm=config.max_grad_norm,
             dropout_seed=config.seed if config.lora.dropout else None,
             total_steps=self.total_steps,
+            objective=self._objective(),
         )
         started = time.perf_counter()
         compiled = self.arrangement.compile_training(
@@ -411,6 +418,14 @@ class _Run:
             require_pinned_memory(sum(compiled.planned_host_memory().values()), mesh.devices.flat[0].platform)
         self._report_layout(compiled, planned)
         return compiled
+
+    def _objective(self) -> Objective:
+        """Return what a step lowers: the loss of the next token, or of finding the right passage."""
+        pooling = self.config.retrieval.pooling
+        if pooling == "none":
+            return NEXT_TOKEN
+        assert isinstance(self.batches, PairBatches), "embedders train on pairs"
+        return Contrastive(pooling, self.config.retrieval.temperature, self.batches.group)
 
     def _report_layout(self, compiled: CompiledStep, planned: Mapping[jax.Device, int]) -> None:
         """Write down where the arrays are, and say what crosses between devices in a step."""
@@ -487,11 +502,10 @@ class _Run:
         """Evaluate after a step, and return what its metrics say of it."""
         result = measure(state)
         self._tell_evaluation(result, step)
-        return {"eval_loss": result.loss}
+        return _as_metrics(result)
 
     def _tell_evaluation(self, result: Evaluation, step: int) -> None:
-        losses = {"eval_loss": result.loss}
-        self.callbacks.tell(Evaluated(step, self.total_steps, losses, result.supervised_tokens))
+        self.callbacks.tell(Evaluated(step, self.total_steps, _as_metrics(result), result.supervised_tokens))
 
     def _tell_step(self, metrics: dict[str, Any]) -> bool:
         """Tell of a finished step; returns whether the run is to end behind it, and why that is, in its metrics."""
@@ -590,6 +604,10 @@ class _Run:
         return TrainResult(
             self.directory.path, self.finished_steps, report.get("loss_before"), report.get("loss_after")
         )
+
+
+def _as_metrics(result: Evaluation) -> dict[str, float]:
+    return {"eval_loss": result.loss, **{f"eval_{name}": value for name, value in result.numbers.items()}}
 
 
 def _versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ from zagora_jax.callbacks import Callback
 from zagora_jax.config import EvaluateConfig, ExportConfig, TrainConfig
 from zagora_jax.data.in_memory import Dataset, sources_of
 from zagora_jax.errors import UserError
-from zagora_jax.evaluation import evaluate_run
+from zagora_jax.evaluate_run import evaluate_run
 from zagora_jax.exporter import export
 from zagora_jax.generation import Generator, Sampling, open_generator
 from zagora_jax.options import Given, build
@@ -31,7 +31,6 @@ class Trainer:
     ):
         """Keep options of `TrainConfig` by name, each with where it was given."""
         self._options, self._callbacks, self._reporter = dict(options), tuple(callbacks), reporter or Reporter()
-        self._generator: Generator | None = None
         self.config = build(TrainConfig, _without_data(self._options))
 
     @property
@@ -52,14 +51,78 @@ class Trainer:
             checkpoint: the step whose adapter is measured; else the one in adapter/.
 
         Returns:
-            eval_loss, and the number of eval_supervised_tokens that it is the mean over.
+            eval_loss, the number of eval_supervised_tokens that it is the mean over, and what else was measured.
         """
         self._require_run("evaluate")
         with tempfile.TemporaryDirectory() as folder:
             data = None if dataset is None else sources_of(dataset, Path(folder), "dataset", "test")
             given = EvaluateConfig(run=self.run_directory, data=data, checkpoint=checkpoint)
             result = evaluate_run(given, self._reporter)
-        return {"eval_loss": result.loss, "eval_supervised_tokens": result.supervised_tokens}
+        return {
+            "eval_loss": result.loss,
+            "eval_supervised_tokens": result.supervised_tokens,
+            **{f"eval_{name}": value for name, value in result.numbers.items()},
+        }
+
+    def save_adapter(self, to: str | Path, *, checkpoint: int | None = None, overwrite: bool = False) -> Path:
+        """Write the adapter in PEFT's format, with the tokenizer, to the folder `to`; see the command `export`."""
+        return self._export(to, format="adapter", checkpoint=checkpoint, overwrite=overwrite)
+
+    def export_merged(
+        self, to: str | Path, *, base: str = "original", checkpoint: int | None = None, overwrite: bool = False
+    ) -> Path:
+        """Write the model with the adapter merged in as Hugging Face files to the folder `to`; see `export`."""
+        return self._export(to, format="merged", base=base, checkpoint=checkpoint, overwrite=overwrite)
+
+    def _export(self, to: str | Path, **options: Any) -> Path:
+        self._require_run("export")
+        given = {"run": self.run_directory, "to": Path(to), **options}
+        config = build(ExportConfig, {name: Given(value, f"export: {name}") for name, value in given.items()})
+        return export(config, self._reporter).directory
+
+    def _require_run(self, what: str) -> None:
+        if not RunDirectory(self.run_directory).is_run():
+            raise UserError(f"{what}: nothing is trained in {self.run_directory} yet: call train() first")
+
+    def _train(self, given: Mapping[str, Given]) -> TrainResult:
+        """Train with these options; see `zagora_jax.trainer.train`."""
+        self.config = build(TrainConfig, given)
+        return train(self.config, self._reporter, self._callbacks)
+
+    def _fit(
+        self,
+        dataset: Dataset | None,
+        eval_dataset: Dataset | None,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        training_args: Arguments,
+        arguments: Mapping[str, Any],
+    ) -> TrainResult:
+        """Train with further arguments; see `DistributedTrainer.train`."""
+        of_object = as_options(training_args)
+        given = merged(of_object.given, as_options(arguments, "train").given)
+        given = {**of_object.usual, **merged(self._options, given)}
+        early = build(TrainConfig, _without_data(given))
+        if tokenizer is not None:
+            require_own_tokenizer(tokenizer, early.model)
+        folder = self._folder_of_rows(early)
+        for option, rows, split in (("data", dataset, "train"), ("eval_data", eval_dataset, "test")):
+            if rows is not None:
+                sources = sources_of(rows, folder, option, split)
+                given = merged(given, {option: Given(sources, f"train: {option}")})
+        return self._train(given)
+
+    @staticmethod
+    def _folder_of_rows(config: TrainConfig) -> Path:
+        """Return where rows from memory are to be written, of a run that may be begun."""
+        if not config.resume:
+            RunDirectory(config.output).require_free()
+        return config.output / "data"
+
+
+class GeneratingTrainer(Trainer):
+    """A run of a language model."""
+
+    _generator: Generator | None = None
 
     def generate(
         self,
@@ -90,40 +153,12 @@ class Trainer:
         texts = ask(several, Sampling(max_new_tokens, temperature, seed))
         return texts[0] if isinstance(prompts, str) else texts
 
-    def save_adapter(self, to: str | Path, *, checkpoint: int | None = None, overwrite: bool = False) -> Path:
-        """Write the adapter in PEFT's format, with the tokenizer, to the folder `to`; see the command `export`."""
-        return self._export(to, format="adapter", checkpoint=checkpoint, overwrite=overwrite)
-
-    def export_merged(
-        self, to: str | Path, *, base: str = "original", checkpoint: int | None = None, overwrite: bool = False
-    ) -> Path:
-        """Write the model with the adapter merged in as Hugging Face files to the folder `to`; see `export`."""
-        return self._export(to, format="merged", base=base, checkpoint=checkpoint, overwrite=overwrite)
-
-    def _export(self, to: str | Path, **options: Any) -> Path:
-        self._require_run("export")
-        given = {"run": self.run_directory, "to": Path(to), **options}
-        config = build(ExportConfig, {name: Given(value, f"export: {name}") for name, value in given.items()})
-        return export(config, self._reporter).directory
-
-    def _require_run(self, what: str) -> None:
-        if not RunDirectory(self.run_directory).is_run():
-            raise UserError(f"{what}: nothing is trained in {self.run_directory} yet: call train() first")
-
     def _train(self, given: Mapping[str, Given]) -> TrainResult:
-        """Train with these options; see `zagora_jax.trainer.train`."""
-        self.config, self._generator = build(TrainConfig, given), None
-        return train(self.config, self._reporter, self._callbacks)
-
-    @staticmethod
-    def _folder_of_rows(config: TrainConfig) -> Path:
-        """Return where rows from memory are to be written, of a run that may be begun."""
-        if not config.resume:
-            RunDirectory(config.output).require_free()
-        return config.output / "data"
+        self._generator = None
+        return super()._train(given)
 
 
-class DistributedTrainer(Trainer):
+class DistributedTrainer(GeneratingTrainer):
     """Fine-tunes a model with LoRA over the devices of this machine.
 
     ```
@@ -158,16 +193,10 @@ class DistributedTrainer(Trainer):
         Raises:
             UserError: an option is wrong.
         """
-        where = "DistributedTrainer"
-        named = {
-            "model": Given(str(model_name), f"{where}: model_name"),
-            "devices": Given(None if gpu_ids is None else list(gpu_ids), f"{where}: gpu_ids"),
-            "strategy": Given(partition_strategy, f"{where}: partition_strategy"),
-        }
-        if gradient_accumulation_steps is not None:
-            name = "gradient_accumulation_steps"
-            named[name] = Given(gradient_accumulation_steps, f"{where}: {name}")
-        super().__init__(merged(named, own_options(options, where)), callbacks, reporter)
+        given = constructed(
+            type(self).__name__, model_name, gpu_ids, partition_strategy, gradient_accumulation_steps, options
+        )
+        super().__init__(given, callbacks, reporter)
 
     def train(
         self,
@@ -194,21 +223,10 @@ class DistributedTrainer(Trainer):
         Raises:
             UserError: see `zagora_jax.trainer.train`; or an argument has no meaning here.
         """
-        of_object = as_options(training_args)
-        given = merged(of_object.given, as_options(arguments, "train").given)
-        given = {**of_object.usual, **merged(self._options, given)}
-        early = build(TrainConfig, _without_data(given))
-        if tokenizer is not None:
-            require_own_tokenizer(tokenizer, early.model)
-        folder = self._folder_of_rows(early)
-        for option, rows, split in (("data", dataset, "train"), ("eval_data", eval_dataset, "test")):
-            if rows is not None:
-                sources = sources_of(rows, folder, option, split)
-                given = merged(given, {option: Given(sources, f"train: {option}")})
-        return self._train(given)
+        return self._fit(dataset, eval_dataset, tokenizer, training_args, arguments)
 
 
-class DomainAdaptationTrainer(Trainer):
+class DomainAdaptationTrainer(GeneratingTrainer):
     """Trains a model further on the texts of a domain.
 
     The keys of its configuration are base_model, domain_data, epochs, batch_size_per_gpu, gradient_checkpointing,
@@ -263,6 +281,30 @@ class DomainAdaptationTrainer(Trainer):
         """Train; see `DistributedTrainer.train`."""
         sources = sources_of(self._domain_data, self._folder_of_rows(self.config), "domain_data")
         return self._train({**self._options, "data": Given(sources, "config: domain_data")})
+
+
+def constructed(
+    where: str,
+    model_name: str | Path,
+    gpu_ids: Sequence[int] | None,
+    partition_strategy: str,
+    gradient_accumulation_steps: int | None,
+    options: Mapping[str, Any],
+) -> dict[str, Given]:
+    """Return the options that a trainer's constructor is given; `where` is its name.
+
+    Raises:
+        UserError: an option does not exist.
+    """
+    named = {
+        "model": Given(str(model_name), f"{where}: model_name"),
+        "devices": Given(None if gpu_ids is None else list(gpu_ids), f"{where}: gpu_ids"),
+        "strategy": Given(partition_strategy, f"{where}: partition_strategy"),
+    }
+    if gradient_accumulation_steps is not None:
+        name = "gradient_accumulation_steps"
+        named[name] = Given(gradient_accumulation_steps, f"{where}: {name}")
+    return merged(named, own_options(options, where))
 
 
 # What can only be judged beside the rows.

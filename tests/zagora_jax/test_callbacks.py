@@ -47,7 +47,7 @@ def test_a_run_is_told_in_its_order(folder, tmp_path):
     of_steps = [(Step, 1), (Evaluated, 2), (Step, 2), (Step, 3), (Evaluated, 4), (Step, 4), (Step, 5), (Step, 6)]
     assert told == [(Evaluated, 0), *of_steps, (Evaluated, 6)]
     assert [event.step for event in listener.heard(Saved)] == [1, 2, 4, 6]
-    losses = [event.losses["eval_loss"] for event in listener.heard(Evaluated)]
+    losses = [event.numbers["eval_loss"] for event in listener.heard(Evaluated)]
     assert [losses[0], losses[-1]] == [result.loss_before, result.loss_after]
 
 

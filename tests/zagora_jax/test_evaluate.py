@@ -11,7 +11,8 @@ from zagora_jax.config import EvaluateConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.errors import UserError
-from zagora_jax.evaluation import Evaluation, evaluate, evaluate_run
+from zagora_jax.evaluate_run import evaluate_run
+from zagora_jax.evaluation import Evaluation, evaluate
 from zagora_jax.option_groups import MeshConfig
 
 

@@ -209,19 +209,20 @@ class Batches:
         of numpy, so that a run can be resumed with another.
         """
         rows = self._rows_of(epoch)
-        return rows[_random_order(self._seed, epoch, len(rows))] if self._shuffle else rows
+        return rows[random_order(self._seed, epoch, len(rows))] if self._shuffle else rows
 
     def _rows_of(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, in the order of their files."""
         return np.concatenate(
             [
-                share.rows_of(epoch, partial(_random_order, self._seed, number, MIXING))
+                share.rows_of(epoch, partial(random_order, self._seed, number, MIXING))
                 for number, share in enumerate(self._mixture)
             ]
         )
 
 
-def _random_order(*seeds_and_count: int) -> np.ndarray:
+def random_order(*seeds_and_count: int) -> np.ndarray:
+    """Return the numbers below `count`, the last argument, in an order that depends on the seeds alone."""
     *seeds, count = seeds_and_count
     keys = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
     return np.argsort(keys, kind="stable")

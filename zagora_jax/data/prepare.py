@@ -11,6 +11,7 @@ from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batches, Share
 from zagora_jax.data.examples import Example, Examples
 from zagora_jax.data.held_out import is_held_out
+from zagora_jax.data.pairs import pair_batches
 from zagora_jax.data.sources import Location
 from zagora_jax.data.tokenize import Preparation, TokenizedData, tokenize_rows
 from zagora_jax.errors import UserError
@@ -26,6 +27,10 @@ def training_batches(config: TrainConfig, base: BaseModel, replicas: int, report
         replicas: how many devices have rows of their own; each has micro_batch_size of them.
         reporter: told what became of the rows.
     """
+    if config.retrieval.pooling != "none":
+        batches = pair_batches(config, base.tokenizer(), replicas)
+        reporter.say(f"data: {len(batches.examples) // batches.group:,} pairs, {batches.group} texts each in a step")
+        return batches
     if base.synthetic:
         return lay_out(config, _random_examples(config, base.model.config.vocab_size, replicas), replicas)
     data = training_rows(config, base.tokenizer())
@@ -58,6 +63,11 @@ def training_rows(
     Raises:
         UserError: there is no data, or something is wrong with it.
     """
+    if config.retrieval.pooling != "none":
+        raise UserError(
+            f"retrieval.pooling {config.retrieval.pooling}: rows are pairs of texts, which neither check nor preview "
+            "shows"
+        )
     if config.data is None:
         raise UserError("data is required: give --data on the command line, or data: in the YAML file")
     fraction = config.eval_fraction
