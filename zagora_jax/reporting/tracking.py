@@ -68,7 +68,7 @@ class Tracking(Callback):
 
     def on_evaluate(self, event: Evaluated) -> None:
         """Send the losses."""
-        self._put(event.step, dict(event.losses))
+        self._put(event.step, dict(event.numbers))
 
     def on_end(self, event: End) -> None:
         """Let the rest be sent, but do not wait for ever."""
