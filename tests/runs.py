@@ -60,6 +60,19 @@ def write_rows(path: Path, count: int, *, first: int = 0) -> Path:
     return path
 
 
+def write_pairs(path: Path, count: int) -> Path:
+    """Queries with a passage and a wrong one each."""
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            row = {
+                "query": f"What is {number}?",
+                "positive": f"It is {number * 7}. " * (1 + number % 3),
+                "negatives": [f"It is not {number}."],
+            }
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
 def tiny_config(model: Path, output: Path, rows: Path, **options: Any) -> TrainConfig:
     """Options that train a tiny model in float32 on rows of at most 96 tokens."""
     small: dict[str, Any] = {

@@ -15,7 +15,7 @@ from zagora_jax.option_groups import RetrievalConfig
 from zagora_jax.step import ForwardOptions
 
 RECALLS = (1, 5, 10)
-NARROWEST = 32  # tokens of the narrowest program; others are twice, four times, ... as wide
+NARROWEST = 16  # tokens of the narrowest program; others are twice, four times, ... as wide
 CHUNK_QUERIES = 1024  # whose scores for all passages exist at a time
 
 

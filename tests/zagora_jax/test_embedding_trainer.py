@@ -2,12 +2,11 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from oracles import tiny_llama
-from runs import compiled_once, numbers, recorder
+from runs import compiled_once, numbers, recorder, write_pairs
 
 from zagora_jax import EmbeddingTrainer
 from zagora_jax.config import TrainConfig
@@ -15,19 +14,6 @@ from zagora_jax.data.pairs import held_out_pairs, read_pairs, training_pairs
 from zagora_jax.errors import UserError
 
 ARGUMENTS = {"per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, "save_steps": 3}
-
-
-def write_pairs(path: Path, count: int) -> Path:
-    """Queries with a passage and a wrong one each."""
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(count):
-            row = {
-                "query": f"What is {number}?",
-                "positive": f"It is {number * 7}. " * (1 + number % 3),
-                "negatives": [f"It is not {number}."],
-            }
-            file.write(json.dumps(row) + "\n")
-    return path
 
 
 @pytest.fixture(scope="module")

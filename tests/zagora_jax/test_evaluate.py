@@ -83,7 +83,7 @@ def test_other_rows_can_be_given(run, measured):
 
 def test_a_run_without_held_out_rows_needs_data(run, tmp_path):
     other = finished_run(tmp_path / "run", run.read_config().model_copy(update={"eval_data": None}))
-    with pytest.raises(UserError, match="the run has no eval_data and no eval_fraction; give --data"):
+    with pytest.raises(UserError, match="the run has no eval_data, no eval_fraction and no eval_sets; give --data"):
         evaluate_run(EvaluateConfig(run=other.path), recorder()[0])
 
 
