@@ -1,5 +1,6 @@
 """The base model of a command: found, declared and checked, before any device memory is used."""
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -148,7 +149,11 @@ class BaseModel:
         return QuantizedCache(self.quantized_cache, self.checkpoint, self.quantization, self.model, say)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Load the tokenizer that accompanies the weights."""
+        """Return the tokenizer that accompanies the weights, which is loaded once."""
+        return self._tokenizer
+
+    @functools.cached_property
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.checkpoint is None:
             raise UserError(f"--model {self.name}: synthetic weights have no tokenizer, so they cannot read text")
         from zagora_jax.checkpoints.tokenizer import load_tokenizer

@@ -22,7 +22,7 @@ from zagora_jax.data.prepare import held_out_rows, lay_out, mixture, training_ro
 from zagora_jax.data.tokenize import TokenizedData
 from zagora_jax.devices import installed_gpus, mesh_sizes
 from zagora_jax.end_tokens import end_tokens
-from zagora_jax.errors import UserError
+from zagora_jax.errors import UserError, in_words
 from zagora_jax.optimizer import make_schedule
 from zagora_jax.planning.analytic import ERROR, estimate_memory
 from zagora_jax.planning.shapes import Shapes
@@ -94,7 +94,9 @@ class _Check:
                 return look()
             except UserError as error:
                 self._find("error", subject, str(error))
-                return None
+            except OSError as error:
+                self._find("error", subject, in_words(error))
+            return None
 
     def _find(self, level: Literal["error", "warning"], subject: str, message: str) -> None:
         self.report.findings.append(Finding(level, subject, message))

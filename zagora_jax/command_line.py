@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zagora_jax.config_file import read_file, read_list, read_scalar
-from zagora_jax.errors import UserError
+from zagora_jax.errors import UserError, in_words
 from zagora_jax.hanging import FAILED, leave
 from zagora_jax.interruption import STOPPED, Interrupted, interruptible
 from zagora_jax.option_groups import CommandConfig
@@ -33,6 +33,9 @@ def run_command(config_class: type[C], main: Callable[[C], int | None]) -> int:
             status = main(parse(config_class, sys.argv[1:])) or 0
         except UserError as error:
             print(visible(f"error: {error}"), file=sys.stderr)
+            status = FAILED
+        except OSError as error:
+            print(visible(f"error: {in_words(error)}"), file=sys.stderr)
             status = FAILED
         except RuntimeError as error:  # of XLA, for all but training, which tells more
             from zagora_jax.out_of_memory import out_of_memory

@@ -6,3 +6,9 @@ class UserError(Exception):
 
     Commands print it in one piece, without a traceback, and end with exit status 2.
     """
+
+
+def in_words(error: OSError) -> str:
+    """Say which file or device the system refused, and why."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"{str(error.filename)[:300]}: {reason}"

@@ -78,7 +78,9 @@ def test_warnings_of_the_readers_are_part_of_the_report(world, tmp_path, caplog)
     model = tiny_llama(tmp_path / "model", eos_token_id=5)
     report = check(parse(CheckConfig, [str(model), str(world / "rows.jsonl"), "--output", str(tmp_path / "run")]))
     assert report.passed
-    assert "config.json says eos_token_id 5, the tokenizer" in found(report, "warning")["tokenizer"]
+    (warning,) = report.findings  # the tokenizer is asked several times, and read once
+    assert (warning.level, warning.subject) == ("warning", "tokenizer")
+    assert "config.json says eos_token_id 5, the tokenizer" in warning.message
     assert not caplog.records
 
 
@@ -126,6 +128,12 @@ def test_what_only_the_rows_that_were_not_read_can_tell_is_no_error(world, tmp_p
     doubts = [warning for warning in warnings if "if the rows that were not read are alike" in warning]
     assert (len(doubts), [doubt in found for found in doubts]) == ((1, [True]) if doubt else (0, []))
     assert any("only the first 4 rows of each source were read" in warning for warning in warnings)
+
+
+def test_what_the_system_refuses_is_a_finding(world):
+    report = check(parse(CheckConfig, [str(world / "model"), "a text that is no name " * 40]))
+    assert "File name too long" in found(report, "error")["data"]
+    assert "memory" in report.facts
 
 
 def test_gpus_that_are_here_are_counted_and_compared(world, monkeypatch):

@@ -205,6 +205,8 @@ def test_exit_statuses(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "error: command line: --epochs: expected at least 1, found 0\n")
     assert run(monkeypatch, refuse) == 2
     assert capsys.readouterr() == ("", "error: rows.jsonl:3: no text\nrows.jsonl:4: no text\n")
+    assert run(monkeypatch, lambda config: Path("/nowhere/at/all").read_text()) == 2
+    assert capsys.readouterr() == ("", "error: /nowhere/at/all: No such file or directory\n")
     assert run(monkeypatch, interrupt) == 75
     assert capsys.readouterr() == ("", "SIGTERM: stopped; nothing is lost, nothing half written\n")
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback

@@ -17,8 +17,9 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
-from zagora_jax.checkpoints.safetensors_file import GIT_LFS_STUB, open_regular_file, read_into
+from zagora_jax.checkpoints.safetensors_file import open_regular_file, read_into
 from zagora_jax.errors import UserError
+from zagora_jax.git_lfs import STUB
 
 _SCALARS: dict[GGUFValueType, np.dtype] = {
     GGUFValueType.UINT8: np.dtype("<u1"),
@@ -174,7 +175,7 @@ class _Cursor:
 def _check_preamble(cursor: _Cursor) -> None:
     path = cursor.path
     magic = cursor.file.read(4)
-    if magic + cursor.file.peek(len(GIT_LFS_STUB))[: len(GIT_LFS_STUB) - 4] == GIT_LFS_STUB:  # type: ignore[attr-defined]
+    if magic + cursor.file.peek(len(STUB))[: len(STUB) - 4] == STUB:  # type: ignore[attr-defined]
         raise UserError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository.")
     if magic != b"GGUF":
         raise UserError(f"{path} is no GGUF file: it begins with {magic!r}, not b'GGUF'.")

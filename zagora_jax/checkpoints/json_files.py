@@ -1,10 +1,12 @@
 """JSON read strictly: what cannot be meant is an error that names the file."""
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
 
 from zagora_jax.errors import UserError
+from zagora_jax.git_lfs import STUB
 
 # A Llama tokenizer.json has about 17 MB; no JSON file of a checkpoint comes near this size.
 MAX_JSON_BYTES = 512 * 1024**2
@@ -29,6 +31,12 @@ def _number(digits: str) -> int:
 
 def parse_json_object(data: bytes, source: str) -> dict[str, Any]:
     """Parse `data` as a JSON object without duplicate keys; `source` names it in errors."""
+    if data.startswith(STUB):
+        raise UserError(f"{source} is a Git LFS pointer, not the file itself. Fetch it with `git lfs pull`.")
+    if data.startswith(codecs.BOM_UTF8):
+        raise UserError(f"{source} begins with a byte-order mark, which JSON must not. Save it as UTF-8 without one.")
+    if data.lstrip()[:1] == b"<":
+        raise UserError(f"{source} is no JSON but a web page or XML: {data.lstrip()[:40]!r}. Download it again.")
     try:
         content = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_int=_number)
     except (ValueError, RecursionError) as error:

@@ -17,10 +17,10 @@ import numpy as np
 from zagora_jax.checkpoints.checkpoint import TensorInfo
 from zagora_jax.checkpoints.json_files import parse_json_object
 from zagora_jax.errors import UserError
+from zagora_jax.git_lfs import STUB
 
 # The format's own limit.
 MAX_HEADER_BYTES = 100_000_000
-GIT_LFS_STUB = b"version https://git-lfs.github.com/spec/"
 
 DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(dtype)
@@ -95,8 +95,8 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        head = file.read(len(GIT_LFS_STUB))
-        if head == GIT_LFS_STUB:
+        head = file.read(len(STUB))
+        if head == STUB:
             raise UserError(
                 f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository, "
                 "or download the file."

@@ -301,7 +301,7 @@ def _marked_spans(
     answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     if len(marks) != len(answers):
         raise template.error(f"marks {len(marks)} generations, expected {len(answers)}, one for each assistant turn")
-    spans = {}
+    spans, holds_more = {}, False
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     for number, ((start, end), index) in enumerate(zip(marks, answers, strict=True), start=1):
         body, answer = text[start:end].rstrip(), turns[index].content.strip()
@@ -310,5 +310,16 @@ def _marked_spans(
             body = body.removesuffix(closing)
         if CALLS not in turns[index].extra and not body.rstrip().endswith(answer):
             raise template.error(f"does not mark assistant turn {number} as it was written")
+        holds_more |= body.strip() != answer
         spans[index] = (start, start + len(body))
+    if holds_more:
+        _refuse_marked_prompts(turns, template)
     return spans
+
+
+def _refuse_marked_prompts(turns: Sequence[Turn], template: _Template) -> None:
+    """Refuses marks that hold what others than the assistant say, which probes in its place show."""
+    probed = [turn if turn.role == "assistant" else replace(turn, content=PROBE) for turn in turns]
+    text, marks = template.render(probed, marks=True)
+    if any(PROBE in text[start:end] for start, end in marks):
+        raise template.error("marks turns of others as the assistant's generation; correct its {% generation %} marks")

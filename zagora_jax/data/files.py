@@ -20,8 +20,8 @@ from zagora_jax.data.arrow_rows import read_arrow, read_parquet
 from zagora_jax.data.json_rows import read_json, read_json_lines
 from zagora_jax.data.sources import SourceRow, require_plain
 from zagora_jax.errors import UserError
+from zagora_jax.git_lfs import STUB
 
-GIT_LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
 # Of a frame, and of those that readers skip (RFC 8878), such as pzstd writes before each frame.
 ZSTANDARD_MAGIC = (b"\x28\xb5\x2f\xfd", *(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60)))
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -118,7 +118,7 @@ def _open(name: str, compression: _Compression | None) -> BinaryIO:
 
 def _complain(head: bytes, compression: _Compression | None) -> str | None:
     """What is wrong with a file that begins with these bytes."""
-    if head.startswith(GIT_LFS_MAGIC):
+    if head.startswith(STUB):
         return "line 1 is not data but a Git LFS pointer; fetch the file itself with `git lfs pull`"
     if compression:
         if not head:
@@ -145,6 +145,8 @@ def nearest(path: Path) -> str:
     """Says which existing file the user may have meant by `path`."""
     if not path.parent.is_dir():
         return f": there is no directory {path.parent}"
+    if path.is_symlink():
+        return f": it is a link to {path.readlink()}, which is not there"
     siblings = [sibling.name for sibling in path.parent.iterdir()]
     near = difflib.get_close_matches(path.name, siblings, n=1)
     return f"; did you mean {path.with_name(near[0])}?" if near else f" in {path.parent.resolve()}"

@@ -103,6 +103,19 @@ def test_marks_that_do_not_fit_are_refused(tokenizer):
         render(Conversation(TURNS), with_template(tokenizer, altered), HERE)
 
 
+def test_marks_around_what_others_say_are_refused(tokenizer):
+    turn = "{{ m.role }}: {{ m.content }}<|im_end|>"
+    whole = f"{{% generation %}}{{% for m in messages %}}{turn}{{% endfor %}}{{% endgeneration %}}"
+    reasoning = (
+        "{% for m in messages %}{% if m.role == 'user' %}user: {{ m.content }}<|im_end|>{% else %}{% generation %}"
+        "<think></think>{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    turns = (Turn("user", "I"), Turn("assistant", "I"))
+    with pytest.raises(UserError, match=r"line 7: .* marks turns of others as the assistant's generation"):
+        render(Conversation(turns), with_template(tokenizer, whole), HERE)
+    assert learned(render(Conversation(turns), with_template(tokenizer, reasoning), HERE)) == ["<think></think>I"]
+
+
 def test_dates_in_templates_stand_still(tokenizer):
     rendered = render(Conversation(TURNS), with_template(tokenizer, kinds.DATED), HERE)
     assert rendered.text.startswith("Today is 26 Jul 2024.\n")

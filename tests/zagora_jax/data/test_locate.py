@@ -94,6 +94,12 @@ def test_splits_are_told_by_whole_words(name, split):
     assert split_of(name) == split
 
 
+def test_a_link_to_nothing_is_named_as_one(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(UserError, match=r"no such file: it is a link to .*gone\.jsonl, which is not there"):
+        locate(str(tmp_path / "rows.jsonl"))
+
+
 def test_files_that_tell_no_split_are_not_left_out_in_silence(tmp_path, caplog):
     folder = touch(tmp_path, "train.jsonl", "more.jsonl", "other.jsonl")
     assert [file.name for file in locate(str(folder))] == ["train.jsonl"]
