@@ -439,6 +439,7 @@ class Llama(nnx.Module):
         cache: KVCache,
         slot: jax.Array | int,
         slot_positions: jax.Array,
+        placement: Placement = LOCAL,
     ) -> tuple[jax.Array, KVCache]:
         """Run the decoder over the next tokens of sequences whose earlier keys and values are cached.
 
@@ -449,6 +450,7 @@ class Llama(nnx.Module):
             slot: the first of the Q slots that these tokens take.
             slot_positions: int32 [B, T], of the token that each slot holds or will hold; -1 for none. A token sees
                 those that do not come after it, as far back as the layer's window reaches.
+            placement: reaches parameters that are spread over devices, each of which computes whole layers.
 
         Returns:
             The normalised last hidden states [B, Q, hidden], and the cache with these tokens in it.
@@ -466,9 +468,9 @@ class Llama(nnx.Module):
                 extended = layer_cache.write(k, v, slot)
                 return decode_attention(q, extended.keys, extended.values, seen, softcap), extended
 
-            return LayerContext(*kind.rotation(*tables), attend, LOCAL, dropout_keys=None)
+            return LayerContext(*kind.rotation(*tables), attend, placement, dropout_keys=None)
 
-        return self._run(self.embed(tokens, LOCAL), context_of, cache, "none", False, LOCAL, None)
+        return self._run(self.embed(tokens, placement), context_of, cache, "none", False, placement, None)
 
     def _rope_tables(
         self, positions: jax.Array, segment_ids: jax.Array | None, length: jax.Array | None = None

@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from zagora_jax.callbacks import Callback
 from zagora_jax.checkpoints.background import BackgroundWriter
 from zagora_jax.checkpoints.source import open_checkpoint
 from zagora_jax.config import ExportConfig, TrainConfig
@@ -103,6 +104,19 @@ def finished_run(directory: Path, config: TrainConfig) -> RunDirectory:
     tensors = random_adapter(Path(config.model), rank=config.lora.rank, targets=targets)
     write_adapter(run.adapter, tensors, alpha=config.lora.alpha, targets=targets)
     return run
+
+
+class Listener(Callback):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    on_begin = on_step = on_evaluate = on_sample = on_save = on_end = lambda self, event: self.events.append(event)
+
+    def heard(self, kind: type) -> list[Any]:
+        """What it has heard of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 def recorder() -> tuple[Reporter, Callable[[], str]]:

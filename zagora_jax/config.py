@@ -12,6 +12,7 @@ from zagora_jax.option_groups import (
     BalanceConfig,
     CommandConfig,
     DeviceNumbers,
+    EarlyStoppingConfig,
     Embeddings,
     FilePath,
     FloatType,
@@ -23,6 +24,7 @@ from zagora_jax.option_groups import (
     Quantization,
     QuantizedCacheFolder,
     RetrievalConfig,
+    SamplesConfig,
     Sources,
     Trackers,
 )
@@ -270,7 +272,13 @@ class TrainConfig(CommandConfig):
         description="Steps between evaluations on eval_data; 0: only before the first and after the last step.",
     )
     save_every: int = Field(default=100, ge=1, description="Steps between checkpoints. The last step is always saved.")
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    samples: SamplesConfig = SamplesConfig()
     keep_checkpoints: int = Field(default=2, ge=1, description="The newest checkpoints that are kept.")
+    keep_best: bool = Field(
+        default=False,
+        description="Save and keep the step with the lowest eval_loss too, and end with its adapter in adapter/.",
+    )
     stop_grace: float = Field(
         default=60.0,
         gt=0,
@@ -336,6 +344,9 @@ class TrainConfig(CommandConfig):
             raise ValueError("offload.embedding is for strategy layerwise, whose first card alone needs the embedding")
         if self.eval_every and not (self.eval_data or self.eval_fraction or self.eval_sets):
             raise ValueError(f"eval_every is {self.eval_every} but there is no eval_data: give eval_data too")
+        if not self.eval_every and (self.keep_best or self.early_stopping.patience):
+            name = "keep_best" if self.keep_best else "early_stopping.patience"
+            raise ValueError(f"{name} goes by the losses of evaluations amid the training: give eval_every too")
         if self.eval_data and self.eval_fraction:
             raise ValueError("eval_data and eval_fraction both say which rows are held out: give one of them")
         if self.data_weights and len(self.data_weights) != len(self.data or []):
@@ -374,6 +385,27 @@ class TrainConfig(CommandConfig):
     def planned_remat(self) -> str:
         """The option remat; full where it is auto, which is settled on the devices."""
         return "full" if self.remat == "auto" else self.remat
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        if self.samples.prompts is None:
+            if self.samples.every:
+                raise ValueError(
+                    f"samples.every is {self.samples.every} but there are no samples.prompts: give them too"
+                )
+            return self
+        tensor = self.strategy == "tensor" or (self.mesh.tensor or 1) > 1
+        against = {
+            "strategy layerwise": self.strategy == "layerwise",
+            "offload.weights and strategy streaming": self.streamed_weights != "none",
+            "strategy tensor and mesh.tensor": tensor,
+            "retrieval.pooling": self.retrieval.pooling != "none",
+            "a synthetic model": self.model.startswith("synthetic:"),
+        }
+        for what, given in against.items():
+            if given:
+                raise ValueError(f"samples.prompts does not go with {what}")
+        return self
 
     @model_validator(mode="after")
     def _check_retrieval(self) -> Self:

@@ -36,6 +36,7 @@ from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
 from zagora_jax.checkpoints.load import Destination, set_layer
 from zagora_jax.contrastive import embed
 from zagora_jax.data.batches import Batch
+from zagora_jax.decoding import decode, likeliest
 from zagora_jax.layer_feed import LayerFeed
 from zagora_jax.optimizer import QuantizedMoment
 from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
@@ -398,6 +399,35 @@ class Distribution:
         arguments = (self.abstract_adapters(), self.abstract_frozen(), self.abstract_batch(batch))
         compiled = self.compile(embed_all, arguments, partition_spec(("accumulation", "rows", None)))
         return lambda adapters, frozen, batch: np.asarray(compiled(adapters, frozen, self.put_batch(batch)))
+
+    def compile_answers(
+        self, ends: tuple[int, ...], max_new_tokens: int, tokens: jax.ShapeDtypeStruct
+    ) -> Callable[[nnx.State, Any, np.ndarray, np.ndarray], np.ndarray]:
+        """Compile what continues prompts [B, P] of `lengths` [B] by the likeliest tokens, int32 [B, max_new_tokens].
+
+        Each device computes whole layers, and has as many prompts as the others.
+        """
+        graph, rows = split(self.model)[0], named_sharding(self.mesh, ("rows", "tokens"))
+
+        def answer(adapters: nnx.State, frozen: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+            model = nnx.merge(graph, frozen, adapters)
+
+            def choose(hidden: jax.Array, _: jax.Array | int) -> jax.Array:
+                return likeliest(model, hidden, self.placement)
+
+            return decode(model, ends, max_new_tokens, choose, tokens, lengths[:, 0], self.placement, self.group)
+
+        shapes = [
+            jax.ShapeDtypeStruct((tokens.shape[0], width), jnp.int32, sharding=rows) for width in (tokens.shape[1], 1)
+        ]
+        arguments = (self.abstract_adapters(), self.abstract_frozen(), *shapes)
+        compiled = self.compile(answer, arguments, rows.spec)
+
+        def answers(adapters: nnx.State, frozen: Any, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+            given = (jax.device_put(tokens, rows), jax.device_put(lengths[:, None], rows))
+            return np.asarray(compiled(adapters, frozen, *given))
+
+        return answers
 
     def run(self, compiled: jax.stages.Compiled, *arguments: Any, backward: bool) -> Any:
         """Run a program that goes through the layers once, or, with `backward`, a second time for gradients."""

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.cache import KVCache
 from models.llama import Llama
 from models.parameters import split
 from zagora_jax.base import open_base
 from zagora_jax.data.template_limits import require_harmless, within_limits
+from zagora_jax.decoding import decode
 from zagora_jax.end_tokens import end_tokens
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 PROMPT_WIDTH_MULTIPLE = 32  # prompts are padded to this, so that few shapes are compiled
 PROMPTS_AT_A_TIME = 32
-
-# What generation carries from token to token: the index of the next one, int32 [B, max_new_tokens] of those chosen,
-# the cache, and bool [B], which sequences have ended.
-Carry = tuple[jax.Array, jax.Array, KVCache, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -71,6 +67,30 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
+def chat_prompts(tokenizer: "PreTrainedTokenizerBase", questions: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of each question as a user's turn, in the chat template.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or one that refuses the question.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{tokenizer.name_or_path}: has no chat template; give --chat false to continue a prompt as it is"
+        )
+    prompts = []
+    for question in questions:
+        turns = [{"role": "user", "content": question}]
+        try:
+            require_harmless(tokenizer.get_chat_template())
+            render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+            text = within_limits(partial(render, turns))
+        except Exception as error:  # a template is a program: it may raise anything
+            name = tokenizer.name_or_path
+            raise UserError(f"{name}: its chat template refuses the prompt {question:.40}: {error}") from error
+        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+    return prompts
+
+
 class Generator:
     """Generates from a model whose parameters are on the device."""
 
@@ -92,21 +112,7 @@ class Generator:
         Raises:
             UserError: the tokenizer has no chat template, or one that refuses the question.
         """
-        if not self._tokenizer.chat_template:
-            raise UserError(
-                f"{self._tokenizer.name_or_path}: has no chat template; give --chat false to continue a prompt as it is"
-            )
-        prompts = []
-        for question in questions:
-            turns = [{"role": "user", "content": question}]
-            try:
-                require_harmless(self._tokenizer.get_chat_template())
-                render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-                text = within_limits(partial(render, turns))
-            except Exception as error:  # a template is a program: it may raise anything
-                name = self._tokenizer.name_or_path
-                raise UserError(f"{name}: its chat template refuses the prompt {question:.40}: {error}") from error
-            prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
+        prompts = chat_prompts(self._tokenizer, questions)
         return [text.strip() for text in self._decode(self.generate(prompts, sampling))]
 
     def complete(self, texts: Sequence[str], sampling: Sampling) -> list[str]:
@@ -126,11 +132,7 @@ class Generator:
     def _generate_together(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: jax.Array
     ) -> list[list[int]]:
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        width = -(-int(lengths.max()) // PROMPT_WIDTH_MULTIPLE) * PROMPT_WIDTH_MULTIPLE
-        tokens = np.zeros((len(prompts), width), np.int32)  # [B, P]
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        tokens, lengths = padded(prompts)
         generated = _generate(
             self._graph,
             tuple(sorted(self._end_tokens)),
@@ -143,13 +145,24 @@ class Generator:
             jnp.float32(sampling.temperature),
             key,
         )
-        return [_until(row, self._end_tokens) for row in np.asarray(generated)]
+        return [until_end(row, self._end_tokens) for row in np.asarray(generated)]
 
     def _decode(self, generated: list[list[int]]) -> list[str]:
         return self._tokenizer.batch_decode(generated, skip_special_tokens=True)
 
 
-def _until(row: np.ndarray, end_tokens: frozenset[int]) -> list[int]:
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens int32 [B, P] of prompts, padded at their ends, and their lengths int32 [B]."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    width = -(-int(lengths.max()) // PROMPT_WIDTH_MULTIPLE) * PROMPT_WIDTH_MULTIPLE
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths
+
+
+def until_end(row: np.ndarray, end_tokens: frozenset[int]) -> list[int]:
+    """Return the tokens before the first end token."""
     return list(itertools.takewhile(lambda token: token not in end_tokens, row.tolist()))
 
 
@@ -166,17 +179,8 @@ def _generate(
     temperature: jax.Array,
     key: jax.Array,
 ) -> jax.Array:
-    """Return int32 [B, max_new_tokens]; what follows a sequence's end token is filled with end tokens.
-
-    The prompt's tokens take the slots 0 to P - 1 (with unused ones behind short prompts), the new ones those from P
-    on, so that all sequences write to the same slot.
-    """
+    """Return int32 [B, max_new_tokens]; what follows a sequence's end token is filled with end tokens."""
     model: Llama = nnx.merge(graph, frozen, adapters)
-    batch, width = tokens.shape
-    slots = jnp.arange(width + max_new_tokens)[None, :]  # [1, T]
-    new_positions = lengths[:, None] + slots - width
-    slot_positions = jnp.where(slots < lengths[:, None], slots, jnp.where(slots < width, -1, new_positions))  # [B, T]
-    end_ids = jnp.array(ends, jnp.int32)
 
     def choose(hidden: jax.Array, index: jax.Array | int) -> jax.Array:
         logits = model.logits(hidden)  # [B, V]
@@ -184,25 +188,4 @@ def _generate(
             return logits.argmax(-1).astype(jnp.int32)
         return jax.random.categorical(jax.random.fold_in(key, index), logits / temperature).astype(jnp.int32)
 
-    def begin() -> Carry:
-        cache = KVCache.empty(model.config, batch, width + max_new_tokens, model.dtype)
-        positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
-        hidden, cache = model.extend(tokens, positions, cache, 0, slot_positions)
-        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]  # [B, hidden]
-        first = choose(last, 0)
-        out = jnp.full((batch, max_new_tokens), ends[0] if ends else 0, jnp.int32).at[:, 0].set(first)
-        return jnp.int32(1), out, cache, jnp.isin(first, end_ids)
-
-    def unfinished(carry: Carry) -> jax.Array:
-        index, _, _, done = carry
-        return (index < max_new_tokens) & ~done.all()
-
-    def extend(carry: Carry) -> Carry:
-        index, out, cache, done = carry
-        slot = width + index - 1
-        last = jax.lax.dynamic_slice_in_dim(out, index - 1, 1, axis=1)  # [B, 1]
-        hidden, cache = model.extend(last, (lengths + index - 1)[:, None], cache, slot, slot_positions)
-        chosen = jnp.where(done, out[:, index], choose(hidden[:, 0], index))
-        return index + 1, out.at[:, index].set(chosen), cache, done | jnp.isin(chosen, end_ids)
-
-    return jax.lax.while_loop(unfinished, extend, begin())[1]
+    return decode(model, ends, max_new_tokens, choose, tokens, lengths)

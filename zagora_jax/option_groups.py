@@ -261,6 +261,32 @@ class RetrievalConfig(Options):
     passage_prefix: str = Field(default="", description="What is put before each passage.")
 
 
+class EarlyStoppingConfig(Options):
+    """When a run ends before its last step."""
+
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="End the run behind so many evaluations in a row whose eval_loss was not below the lowest before.",
+    )
+    min_delta: float = Field(default=0.0, ge=0, description="By how much more than this it must be below.")
+
+
+class SamplesConfig(Options):
+    """What the model in training is asked now and then."""
+
+    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None,
+        description="Prompts to answer before the first step and after the last; for samples.jsonl and report.html.",
+    )
+    every: int = Field(default=0, ge=0, description="Steps between further answers; 0: none.")
+    max_new_tokens: int = Field(default=64, ge=1, description="Tokens of an answer at most; the likeliest are taken.")
+    chat: bool = Field(
+        default=True,
+        description="Put the prompts in the chat template as the user's; false: continue them as they are.",
+    )
+
+
 class BalanceConfig(Options):
     """When layers move between the stages of layerwise, in training."""
 

@@ -51,6 +51,11 @@ class RunDirectory:
         return self.path / "layout.json"
 
     @property
+    def samples(self) -> Path:
+        """One JSON object for every prompt and each time that it was answered."""
+        return self.path / "samples.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """The states to resume from."""
         return self.path / "checkpoints"

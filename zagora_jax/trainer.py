@@ -29,7 +29,7 @@ from zagora_jax.adapter import (
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import CompiledStep, Recipe
 from zagora_jax.base import open_base
-from zagora_jax.callbacks import Begin, Callback, Callbacks, End, Evaluated, Saved
+from zagora_jax.callbacks import Begin, Callback, Callbacks, End, Evaluated, Sampled, Saved
 from zagora_jax.callbacks import Step as StepEvent
 from zagora_jax.checkpoints.background import BackgroundWriter, copy_to_host
 from zagora_jax.checkpoints.load import Destination
@@ -42,12 +42,14 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.data.pairs import PairBatches
 from zagora_jax.data.prepare import training_batches
 from zagora_jax.devices import TAKES_LESS, limit_memory, memory_limit
+from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation
 from zagora_jax.evaluation_sets import compile_sets, evaluation_sets
 from zagora_jax.factors import InitialFactors
 from zagora_jax.frozen_weights import load_weights
 from zagora_jax.hanging import Pace
+from zagora_jax.held_out_losses import LOSS, HeldOutLosses
 from zagora_jax.host_memory import allow_pinned_memory, require_pinned_memory
 from zagora_jax.kernels import forward_options
 from zagora_jax.optimizer import make_optimizer, make_schedule
@@ -62,6 +64,7 @@ from zagora_jax.residency import settle_form, settle_remat, settle_source, settl
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
+from zagora_jax.samples import Sampler, record
 from zagora_jax.saving import Saver
 from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.step import NEXT_TOKEN, Objective
@@ -69,7 +72,7 @@ from zagora_jax.train_state import TrainState, initial_state
 from zagora_jax.tuned import with_initial_adapter
 
 Step = Callable[[Any, Batch], tuple[Any, Mapping[str, Any]]]
-Measure = Callable[[TrainState], Evaluation]
+Measure = Callable[[Any], Evaluation]  # of adapters that are laid out
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,9 @@ class _Run:
         self.saved = find_saved(self.directory, config, self.progress, self.iterator, reporter.say)
         self.planned: Mapping[jax.Device, int] | None = None  # bytes of a step, once it is compiled
         self.first_step = self.finished_steps = 0 if self.saved is None else self.saved.step
+        self.before = [line for line in read_metrics(self.directory.metrics) if line["step"] <= self.first_step]
+        saved = SavedStates(self.directory.checkpoints).steps()
+        self.losses = HeldOutLosses(config.early_stopping, self.before, saved)
         self.stop = self._earlier_stop()
         self.goes_on = self.first_step < self.total_steps and self.stop is None
         self.pace = Pace(
@@ -170,20 +176,18 @@ class _Run:
     def _earlier_stop(self) -> str | None:
         """Say why the run was ended behind the saved step before its last, if it was.
 
-        Who names the checkpoint to go on from goes on.
+        Who names the checkpoint to go on from goes on, but for early stopping, which the options ask for.
         """
-        if self.config.resume is not True:
-            return None
-        line = next((line for line in read_metrics(self.directory.metrics) if line["step"] == self.first_step), {})
-        return line.get("stop")
+        by_callback = self.before[-1].get("stop") if self.before and self.config.resume is True else None
+        return by_callback or self.losses.stop
 
     def train(self) -> TrainResult:
         if self._is_finished():
-            stopped = (
-                f": {self.stop}. --resume {self.directory.checkpoints / str(self.first_step)} goes on"
-                if self.stop
-                else ""
-            )
+            stopped = ""
+            if self.stop is not None:
+                checkpoint = self.directory.checkpoints / str(self.first_step)
+                more = "a higher patience" if self.losses.stop else f"--resume {checkpoint}"
+                stopped = f": {self.stop}. With {more} it goes on"
             self.reporter.say(
                 f"{self.directory.path}: finished already, at step {self.first_step} of {self.total_steps}{stopped}"
             )
@@ -205,6 +209,7 @@ class _Run:
     def _train(self) -> TrainResult:
         config = self.config
         self._settle()
+        sample = self._sampler()
         self._open_directory()
         if self.goes_on:
             try_connections(self.arrangement.mesh)
@@ -221,11 +226,46 @@ class _Run:
         measure = self._compile_evaluation(frozen)
         self.callbacks.tell(Begin(config, self.directory.path, self.first_step, self.total_steps, self.facts))
         if self.saved is None:
-            self._evaluate(measure, state, "loss_before")
+            self._evaluate(measure, state.adapters, "loss_before")
+            sample(state.adapters, frozen)
         if compiled is not None:
-            state = self._loop(compiled, frozen, measure, states, state)
-        self._evaluate(measure, state, "loss_after")
+            state = self._loop(compiled, frozen, measure, sample, states, state)
+        last = self._evaluate(measure, state.adapters, "loss_after")
+        adapters = state.adapters if last is None else self._end_with_best(measure, last, state.adapters)
+        sample(adapters, frozen)
         return self._result()
+
+    def _end_with_best(self, measure: Measure | None, last: Evaluation, adapters: Any) -> Any:
+        """Put the adapter of the best step in adapter/, if that is asked for and not the last step's; returns it."""
+        best = self.losses.best
+        if not self.config.keep_best or best is None or last.loss <= best.loss:
+            return adapters
+        like = self.arrangement.begin(self.state_shapes)
+        whole = SavedStates(self.directory.checkpoints).restore(best.step, like, exchange=False)
+        self._save_adapter(whole)
+        self.directory.update_report({"best_step": best.step, "loss_last": last.loss})
+        self.reporter.say(f"the best step was {best.step}: its adapter is the result")
+        adapters = self.arrangement.put_adapters(whole.adapters)
+        self._evaluate(measure, adapters, "loss_after")
+        return adapters
+
+    def _sampler(self) -> Callable[[Any, Any], None]:
+        """Return what answers the prompts of `samples` with adapters and frozen weights, at the step as it is."""
+        if self.config.samples.prompts is None:
+            return lambda adapters, frozen: None
+        assert isinstance(self.arrangement, Distribution), "samples are for models in one program"
+        sampler = Sampler(self.config.samples, self.base, self.arrangement)
+        recorded = {line["step"] for line in read_metrics(self.directory.samples) if line["step"] <= self.first_step}
+
+        def sample(adapters: Any, frozen: Any) -> None:
+            if self.finished_steps in recorded or interruption.requested():
+                return
+            samples = sampler(adapters, frozen)
+            record(self.directory.samples, self.finished_steps, samples)
+            recorded.add(self.finished_steps)
+            self.callbacks.tell(Sampled(self.finished_steps, samples))
+
+        return sample
 
     def _settle(self) -> None:
         """Decide what stays on the devices, where that depends on them, and on how long sequences are."""
@@ -276,6 +316,7 @@ class _Run:
                 "versions": _versions(),
                 "total_steps": self.total_steps,
                 "loss_after": None,
+                "stopped": None,
                 **self.sensors.facts(),
             }
         )
@@ -377,20 +418,20 @@ class _Run:
     def _compile_evaluation(self, frozen: nnx.State) -> Measure | None:
         if not self.held_out:
             return None
-        measure = compile_sets(self.held_out, self.options, self.arrangement, frozen)
-        return lambda state: measure(state.adapters)
+        return compile_sets(self.held_out, self.options, self.arrangement, frozen)
 
-    def _evaluate(self, measure: Measure | None, state: TrainState, name: str) -> None:
+    def _evaluate(self, measure: Measure | None, adapters: Any, name: str) -> Evaluation | None:
         """Put the loss on eval-data, where there is any, in the report as `name`."""
         if measure is None:
-            return
-        result = measure(state)
+            return None
+        result = measure(adapters)
         further = {name.replace("loss", "further", 1): dict(result.numbers)} if result.numbers else {}
         self.directory.update_report({name: result.loss, "eval_supervised_tokens": result.supervised_tokens, **further})
         self.reporter.say(f"eval loss {result.loss:.4f} over {result.supervised_tokens:,} supervised tokens")
         if result.numbers:
             self.reporter.say("; ".join(f"{key} {value:.4f}" for key, value in result.numbers.items()))
         self._tell_evaluation(result, self.finished_steps)
+        return result
 
     def _compile_step(self) -> CompiledStep:
         """Compile the train step once and for all: the result refuses other shapes instead of compiling again."""
@@ -444,14 +485,22 @@ class _Run:
             self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
 
     def _loop(
-        self, compiled: CompiledStep, frozen: nnx.State, measure: Measure | None, states: StateWriter, state: TrainState
+        self,
+        compiled: CompiledStep,
+        frozen: nnx.State,
+        measure: Measure | None,
+        sample: Callable[[Any, Any], None],
+        states: StateWriter,
+        state: TrainState,
     ) -> TrainState:
         config, first, last = self.config, self.first_step, self.total_steps
-        before = [line for line in read_metrics(self.directory.metrics) if line["step"] <= first]
-        skipped = SkippedSteps(config, self.batches, self.reporter.say, before)
+        skipped = SkippedSteps(config, self.batches, self.reporter.say, self.before)
         missing: dict[str, Any] = {}
-        if measure and first and self._evaluates(first) and "eval_loss" not in before[-1]:
+        if measure and first and self._evaluates(first) and LOSS not in self.before[-1]:
             missing = self._evaluation(measure, state, first)
+            self.losses.after({"step": first, **missing})
+        if first and self._samples(first):
+            sample(state.adapters, frozen)
         with (
             interruption.saving_first(config.stop_grace),
             MetricsFile(self.directory.metrics, after_step=first, missing=missing) as metrics_file,
@@ -464,7 +513,7 @@ class _Run:
             if first:
                 self._save_adapter(self.arrangement.whole_state(state, self.state_shapes))
             with saver.rescuing(lambda: state):
-                for number in range(first + 1, last + 1):
+                for number in range(first + 1, last + 1 if self.losses.stop is None else 0):
                     background.raise_if_failed()
                     with self._profiling(number):
                         state, metrics = self._step(lambda state, batch: compiled(state, frozen, batch), state, number)
@@ -478,6 +527,9 @@ class _Run:
                         if measure and self._evaluates(number):
                             with suppress(interruption.Interrupted):  # then it is evaluated on resumption
                                 metrics |= self._evaluation(measure, state, number)
+                        is_best = self.losses.after(metrics, may_be_best=not skipped.in_a_row) and config.keep_best
+                        if self._samples(number):
+                            sample(state.adapters, frozen)
                         stops = self._tell_step(metrics)
                         if stops and number < last:
                             state = self._finish(compiled, state, metrics)
@@ -488,6 +540,8 @@ class _Run:
                     if number == last or stops or interruption.requested():
                         saver.save(state)
                         break
+                    if is_best:
+                        saver.save(state)
                     saver.save_if_due(state)
                     self._tell_saves(saver)
                     self.sensors.cool_down()
@@ -500,7 +554,7 @@ class _Run:
 
     def _evaluation(self, measure: Measure, state: TrainState, step: int) -> dict[str, float]:
         """Evaluate after a step, and return what its metrics say of it."""
-        result = measure(state)
+        result = measure(state.adapters)
         self._tell_evaluation(result, step)
         return _as_metrics(result)
 
@@ -511,11 +565,14 @@ class _Run:
         """Tell of a finished step; returns whether the run is to end behind it, and why that is, in its metrics."""
         event = StepEvent(self.finished_steps, self.total_steps, metrics)
         self.callbacks.tell(event)
-        if not event.stops:
-            return False
-        metrics["stop"] = "; ".join(event.stops)
-        self.reporter.say(f"the run ends behind step {event.step} of {event.total_steps}: {metrics['stop']}")
-        return True
+        if event.stops:
+            metrics["stop"] = "; ".join(event.stops)
+        reasons = [reason for reason in (metrics.get("stop"), self.losses.stop) if reason]
+        if reasons and event.step < event.total_steps:
+            reason = "; ".join(reasons)
+            self.reporter.say(f"the run ends behind step {event.step} of {event.total_steps}: {reason}")
+            self.directory.update_report({"stopped": {"step": event.step, "reason": reason}})
+        return bool(reasons)
 
     @staticmethod
     def _finish(compiled: CompiledStep, state: TrainState, metrics: dict[str, Any]) -> TrainState:
@@ -538,6 +595,11 @@ class _Run:
         with tracing(self.directory.profile):
             yield
         show_trace(self.directory.profile, number, self.reporter)
+
+    def _samples(self, number: int) -> bool:
+        """Tell whether the step `number` is followed by samples; those after the last are none of a step's."""
+        every = self.config.samples.every
+        return bool(every) and number % every == 0 and number < self.total_steps
 
     def _evaluates(self, number: int) -> bool:
         """Tell whether the step `number` is followed by an evaluation; that after the last is none of a step's."""
@@ -571,6 +633,7 @@ class _Run:
     def _prepare_save(self, states: StateWriter, metrics_file: MetricsFile, state: TrainState) -> Callable[[], None]:
         """Copy `state`, whose arrays the next step may reuse, and return what writes the copy."""
         of_state = copy_to_host(state)
+        best = self.losses.best.step if self.config.keep_best and self.losses.best is not None else None
         arrangement = copy(self.arrangement)  # as it is now: layers may move to other stages in the next step
         progress = asdict(replace(self.progress, data=self.iterator.get_state()))
 
@@ -582,7 +645,7 @@ class _Run:
             self._save_adapter(whole)
             pending = whole.pending is not None and bool(whole.pending.usable)
             try:
-                states.save(whole, {**progress, "pending": pending})
+                states.save(whole, {**progress, "pending": pending}, best)
             except Exception:
                 self.directory.require_in_place()  # which says better why a file is missing
                 raise

@@ -308,7 +308,7 @@ def constructed(
 
 
 # What can only be judged beside the rows.
-_OF_DATA = {"data_weights", "eval_every"}
+_OF_DATA = {"data_weights", "eval_every", "keep_best", "early_stopping.patience"}
 
 
 def _without_data(options: Mapping[str, Given]) -> dict[str, Given]:

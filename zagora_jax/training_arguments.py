@@ -17,6 +17,7 @@ RENAMED = {
     "max_seq_length": "sequence_length",
     "output_dir": "output",
     "per_device_train_batch_size": "micro_batch_size",
+    "load_best_model_at_end": "keep_best",
     "resume_from_checkpoint": "resume",
     "save_steps": "save_every",
     "save_total_limit": "keep_checkpoints",

@@ -2,23 +2,11 @@
 
 import pytest
 from oracles import tiny_llama
-from runs import compiled_once, numbers, recorder, tiny_config, write_rows
+from runs import Listener, compiled_once, numbers, recorder, tiny_config, write_rows
 
 from zagora_jax.callbacks import Callback, End, Evaluated, Saved, Step
 from zagora_jax.run_directory import RunDirectory, read_metrics
 from zagora_jax.trainer import train
-
-
-class Listener(Callback):
-    """Keeps what it hears."""
-
-    def __init__(self):
-        self.events = []
-
-    on_begin = on_step = on_evaluate = on_save = on_end = lambda self, event: self.events.append(event)
-
-    def heard(self, kind):
-        return [event for event in self.events if isinstance(event, kind)]
 
 
 @pytest.fixture(scope="module")

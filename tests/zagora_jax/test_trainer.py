@@ -338,7 +338,7 @@ def test_an_evaluation_that_a_signal_breaks_off_is_made_up_for(folder, tmp_path,
             interruption.check()
         return Evaluation(1.5, 10)
 
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(trainer, "compile_sets", lambda *_: evaluate)
     options = {"max_steps": 6, "eval_data": [folder / "held_out.jsonl"], "eval_every": 2}
     made_up([(True, None)] * 6)
     config = configure(folder, tmp_path / "run", **options)

@@ -52,8 +52,8 @@ class StateWriter:
             if step > after_step:
                 self._remove(step)
 
-    def save(self, state: TrainState, progress: Mapping[str, Any]) -> None:
-        """Write `state`, and beside it the JSON-serialisable `progress`.
+    def save(self, state: TrainState, progress: Mapping[str, Any], best: int | None = None) -> None:
+        """Write `state`, and beside it the JSON-serialisable `progress`; the state of step `best` is kept too.
 
         What was written is read back, from the disk, before the state gets its name and older ones are removed.
 
@@ -78,7 +78,8 @@ class StateWriter:
             raise
         fsync_directory(self._directory)
         for old in _steps(self._directory)[: -self._keep]:
-            self._remove(old)
+            if old != best:
+                self._remove(old)
 
     def _write(self, folder: Path, items: Items, progress: Mapping[str, Any]) -> None:
         folder.mkdir()

@@ -1,0 +1,178 @@
+"""What a run does between its steps if it is asked to: early ends, the best checkpoint, samples, several sets."""
+
+import json
+import shutil
+
+import eight_devices
+import numpy as np
+import pytest
+from oracles import tiny_llama
+from runs import Listener, compiled_once, numbers, recorder, tiny_config, write_rows
+from safetensors.numpy import load_file
+
+from zagora_jax import trainer
+from zagora_jax.callbacks import Callback, Sample, Sampled
+from zagora_jax.checkpoints.run_state import SavedStates
+from zagora_jax.config import EvaluateConfig, TrainConfig
+from zagora_jax.evaluate_run import evaluate_run
+from zagora_jax.evaluation import Evaluation
+from zagora_jax.generation import Sampling, open_generator
+from zagora_jax.option_groups import MeshConfig
+from zagora_jax.run_directory import read_metrics
+from zagora_jax.trainer import train
+
+PROMPTS = ["What is 3?", "What is 19?", "Who?"]
+
+
+def test_on_eight_devices() -> None:
+    eight_devices.run(__file__)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("amid")
+    tiny_llama(folder / "model")
+    write_rows(folder / "rows.jsonl", 12)
+    write_rows(folder / "held_out.jsonl", 4, first=20)
+    with compiled_once(folder / "programs"):
+        yield folder
+
+
+def configure(folder, output, **options):
+    return tiny_config(folder / "model", output, folder / "rows.jsonl", **{"max_steps": 12, "eval_every": 2} | options)
+
+
+class Breaking(Callback):
+    """Breaks a run off behind a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, event):
+        if event.step == self.step:
+            raise ZeroDivisionError
+
+
+def test_a_run_ends_early_with_its_best_adapter(folder, tmp_path, monkeypatch):
+    """Also where it was broken off on the way."""
+    losses = {"before": 9.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 4.6, "last": 4.6, "best": 4.0}
+    left = []
+    monkeypatch.setattr(trainer, "compile_sets", lambda *_: lambda _: Evaluation(losses[left.pop(0)], 10))
+    options = {
+        "eval_data": [folder / "held_out.jsonl"],
+        "early_stopping": {"patience": 2},
+        "keep_best": True,
+        "keep_checkpoints": 1,
+        "save_every": 100,
+    }
+    left += ["before", 2, 4, 6, 8, "last", "best"]
+    config = configure(folder, tmp_path / "unbroken", **options)
+    reporter, printed = recorder()
+    result = train(config, reporter)
+    assert (result.steps, result.loss_before, result.loss_after) == (8, 9.0, 4.0)
+    assert "the run ends behind step 8 of 12: the eval loss was not below 4.0000 in 2 evaluations" in printed()
+    report = json.loads((tmp_path / "unbroken/report.json").read_text())
+    assert (report["best_step"], report["loss_last"], report["stopped"]["step"]) == (4, 4.6, 8)
+    states = SavedStates(tmp_path / "unbroken/checkpoints")
+    assert states.steps() == [4, 8]
+    adapter = load_file(tmp_path / "unbroken/adapter/adapter_model.safetensors")
+    at_best = np.concatenate([np.ravel(x) for x in adapter.values()])
+
+    left += ["before", 2, 4, 6]
+    broken = configure(folder, tmp_path / "broken", **options)
+    with pytest.raises(ZeroDivisionError):
+        train(broken, recorder()[0], [Breaking(7)])
+    left += [8, "last", "best"]
+    assert train(broken.model_copy(update={"resume": True}), recorder()[0]).loss_after == 4.0
+    assert numbers(tmp_path / "broken") == numbers(tmp_path / "unbroken")
+    again = load_file(tmp_path / "broken/adapter/adapter_model.safetensors")
+    assert np.array_equal(at_best, np.concatenate([np.ravel(again[name]) for name in adapter]))
+
+    reporter, printed = recorder()
+    assert train(config.model_copy(update={"resume": True}), reporter) == result
+    assert "finished already, at step 8 of 12: the eval loss" in printed()
+    assert not left
+
+
+def test_more_patience_goes_on(folder, tmp_path, monkeypatch):
+    left = [9.0, 5.0, 5.0, 5.0, 5.0]  # before, steps 2 and 4, last
+    monkeypatch.setattr(trainer, "compile_sets", lambda *_: lambda _: Evaluation(left.pop(0), 10))
+    options = {"eval_data": [folder / "held_out.jsonl"], "max_steps": 6}
+    config = configure(folder, tmp_path / "run", early_stopping={"patience": 1}, **options)
+    assert train(config, recorder()[0]).steps == 4
+    patient = configure(folder, tmp_path / "run", early_stopping={"patience": 3}, resume=True, **options)
+    assert train(patient, recorder()[0]).steps == 6
+
+
+def test_samples_are_what_the_tuned_model_says(folder, tmp_path):
+    samples = {"prompts": PROMPTS, "every": 2, "max_new_tokens": 4}
+    config = configure(folder, tmp_path / "run", max_steps=4, eval_every=0, samples=samples, save_every=2)
+    listener = Listener()
+    train(config, recorder()[0], [listener])
+    told = [event for event in listener.events if isinstance(event, Sampled)]
+    assert [event.step for event in told] == [0, 2, 4]
+    written = read_metrics(tmp_path / "run/samples.jsonl")
+    assert written == [
+        {"step": event.step, "prompt": sample.prompt, "text": sample.text} for event in told for sample in event.samples
+    ]
+    texts = open_generator(str(tmp_path / "run")).answer(PROMPTS, Sampling(max_new_tokens=4))
+    assert told[2].samples == [Sample(prompt, text) for prompt, text in zip(PROMPTS, texts, strict=True)]
+    assert told[2].samples != told[0].samples
+
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    resumed = config.model_copy(update={"output": tmp_path / "again", "resume": tmp_path / "again/checkpoints/2"})
+    train(resumed, recorder()[0])
+    assert read_metrics(tmp_path / "again/samples.jsonl") == written
+
+
+@pytest.mark.eight_devices
+def test_samples_do_not_depend_on_the_devices(folder, tmp_path):
+    """Three prompts over four devices, of which each holds a part of the weights and of the words."""
+    samples = {"prompts": PROMPTS, "max_new_tokens": 4}
+    for sizes in ({"fsdp": 1}, {"data": 2, "fsdp": 2}):
+        count = int(np.prod(list(sizes.values())))
+        options = {"devices": list(range(count)), "mesh": MeshConfig(**sizes), "micro_batch_size": 4 // count}
+        config = configure(folder, tmp_path / str(count), max_steps=2, eval_every=0, samples=samples, **options)
+        train(config, recorder()[0])
+    assert read_metrics(tmp_path / "4/samples.jsonl") == read_metrics(tmp_path / "1/samples.jsonl")
+
+
+def test_each_set_has_a_loss_of_its_own(folder, tmp_path):
+    held_out = folder / "held_out.jsonl"
+    sets = {"eval_sets": [f"known={folder / 'rows.jsonl'}", f"new={held_out}"], "max_steps": 4}
+    config = configure(folder, tmp_path / "run", **sets)
+    result = train(config, recorder()[0])
+    (line,) = (line for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["step"] == 2)
+    assert line.keys() >= {"eval_loss", "eval_loss.known", "eval_loss.new"}
+    whole = evaluate_run(EvaluateConfig(run=tmp_path / "run"), recorder()[0])
+    assert whole.loss == pytest.approx(result.loss_after)
+    parts = {
+        name: evaluate_run(EvaluateConfig(run=tmp_path / "run", data=[source]), recorder()[0])
+        for name, source in (("known", folder / "rows.jsonl"), ("new", held_out))
+    }
+    assert whole.numbers == pytest.approx({f"loss.{name}": part.loss for name, part in parts.items()})
+    tokens = {name: part.supervised_tokens for name, part in parts.items()}
+    mean = sum(part.loss * tokens[name] for name, part in parts.items()) / sum(tokens.values())
+    assert whole.loss == pytest.approx(mean)  # without a main set, all of them together
+    main = configure(folder, tmp_path / "main", eval_data=[held_out], **sets)
+    assert train(main, recorder()[0]).loss_before == pytest.approx(
+        json.loads((tmp_path / "run/report.json").read_text())["further_before"]["loss.new"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_best": True}, "keep_best goes by the losses of evaluations amid the training: give eval_every too"),
+        ({"early_stopping": {"patience": 2}}, "early_stopping.patience goes by the losses"),
+        ({"eval_sets": ["rows.jsonl"]}, "expected NAME=SOURCE, such as medical=medical.jsonl"),
+        ({"samples": {"every": 2}}, "there are no samples.prompts"),
+        (
+            {"samples": {"prompts": ["a"]}, "strategy": "layerwise"},
+            "samples.prompts does not go with strategy layerwise",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(model="m", data=["d"], **options)
