@@ -317,9 +317,14 @@ def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.A
     waiting = _in_host_memory(waiting)
 
     def gradients_of(x: jax.Array, gradient: jax.Array, place: _Place, brought: jax.Array | None) -> tuple:
+        # Not before its gradient is there: XLA would compute layers again ahead of their turn, and hold the results.
+        x, gradient = lax.optimization_barrier((x, gradient))
         layer_frozen = _layer_of(frozen, place, brought)
         adapters, close = jax.vjp(loop.open_adapters, _at(trained, place.layer))
-        gradient, of_adapters = _gradients(loop, x, gradient, shared, layer_frozen, adapters, place.layer)
+        of_layer = _gradients(loop, x, gradient, shared, layer_frozen, adapters, place.layer)
+        # Both, before the next layer begins: the adapters' gradients are due much later, and would be put off with all
+        # that they are made of.
+        gradient, of_adapters = lax.optimization_barrier(of_layer)
         return gradient, close(of_adapters)[0]
 
     def group(turn: jax.Array, carry: tuple) -> tuple:

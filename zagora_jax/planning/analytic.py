@@ -5,7 +5,7 @@ store; the workspace is a straight line through compiled programs: of Llama shap
 16,384 tokens, one to eight devices (jax 0.10.2). tests/zagora_jax/planning/test_analytic.py holds it to the compiler.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from models.attention import BLOCK_SCORES, LARGEST_BLOCK, SMALLEST_BLOCK
 from models.config import ModelConfig
@@ -33,13 +33,15 @@ RESIDUALS = 2  # those of compressed exchanges, old and new
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
 # Of equal stages in one program: what goes on, what comes back, and the last stage's result and its gradient.
 TURNING = 4
-# Of streamed layers: the one that is computed and the one that arrives; and hidden states of all micro-batches.
-STREAMED_LAYERS, STREAMED_HIDDENS = 2, 2
-# Of the backward program of a stage of one device, where the layers' inputs come from host memory too; of several
-# devices there was none.
-STAGE_GRADIENTS = 2.7
-AHEAD_INTERMEDIATES, AHEAD_HIDDENS = 4, 4  # of each resident layer in a turn of the loop
-LEAD = 0.18  # of such a layer, where some stand before the loop
+# Of streamed layers: the one that is computed and the one that arrives.
+STREAMED_LAYERS = 2
+# A streamed layer is computed again where its gradients are, so that its activations exist beside their gradients;
+# hidden states of all micro-batches where there are several; and the trained parameters' gradients, of which a stage
+# adds those of a micro-batch to those before.
+STREAMED_INTERMEDIATES, STREAMED_HIDDENS, STREAMED_TOGETHER = 5.7, 7.0, 3.13
+STREAMED_GRADIENTS, STAGE_GRADIENTS = 0.85, 1.8
+# Layer inputs that come from host memory ahead of their turn, where resident layers stand between the streamed ones.
+STAGE_INPUTS = 3
 TURNING_HIDDENS, TURNING_LOGITS = 6.9, 3.0  # the same where the loss is computed, and the logits of a piece of it
 
 
@@ -77,23 +79,19 @@ def _of_stage(
         is_tight = device is not None and arguments.total > TIGHT * device
         times = GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS
         gathered += times * (layer_bytes + width * shapes.layer_adapter_elements)
-    # Gradients of several micro-batches are summed, and those of streamed layers in place.
-    sums = config.gradient_accumulation_steps > 1 or mesh["stage"] > 1 or stream is not None
-    workspace = arguments.lora * (1 + GRADIENTS + sums) + _layer_workspace(config, model, kernel)
+    if stream is None:
+        sums = config.gradient_accumulation_steps > 1 or mesh["stage"] > 1  # gradients of several micro-batches
+        workspace = arguments.lora * (1 + GRADIENTS + sums) + _layer_workspace(config, model, kernel)
+    else:
+        is_last = index == mesh["stage"] - 1
+        workspace = _streamed_workspace(config, model, kernel, stream, arguments.lora, hiddens, is_last=is_last)
     workspace += RESIDUALS * arguments.error_feedback
-    if stream is not None:  # in the loop, or before it turns back
-        logits = 4 * min(CHUNK_TOKENS, tokens) * model.vocab_size / mesh["fsdp"]
-        turning = arguments.lora + TURNING_HIDDENS * hiddens + TURNING_LOGITS * logits
-        if mesh["stage"] == 1:
-            workspace = max(workspace + STREAMED_HIDDENS * hiddens, turning)
-        elif config.offload.activations and mesh["data"] * mesh["fsdp"] == 1:
-            workspace += STAGE_GRADIENTS * arguments.lora
     if config.planned_remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
     slots = 0 if stream is None else slots_of(config, stream.streamed_layers) or stream.streamed_layers
     in_host_memory = waiting * slots
     offloaded = on_host * _stacks_on_host(config, index, stream) + shapes.moments_on_host(config)[index]
-    memory = DeviceMemory(
+    return DeviceMemory(
         **asdict(arguments),
         activations=kept,
         gathered=round(gathered),
@@ -102,21 +100,42 @@ def _of_stage(
         source="analytic",
         waiting=in_host_memory,
     )
-    return memory if stream is None else _computed_ahead(memory, config, model, stream, device)
 
 
-def _computed_ahead(
-    memory: DeviceMemory, config: TrainConfig, model: ModelConfig, stream: StreamOrder, device: int | None
-) -> DeviceMemory:
-    """Add what the resident layers of a streaming loop's turn hold, which XLA computes again ahead of their turn.
+def _streamed_workspace(
+    config: TrainConfig,
+    model: ModelConfig,
+    kernel: str,
+    stream: StreamOrder,
+    lora: int,
+    hiddens: int,
+    *,
+    is_last: bool,
+) -> float:
+    """Bytes of what a loop over streamed layers computes with: in it, or where it turns back.
 
-    It does so as far as there is room.
+    Args:
+        config: the options.
+        model: its model.
+        kernel: of attention.
+        stream: which layers are streamed.
+        lora: bytes of the trained parameters of a device.
+        hiddens: bytes of the hidden states of all micro-batches that pass through a layer together.
+        is_last: whether it is the last stage, or the only one.
     """
-    elements = AHEAD_INTERMEDIATES * model.intermediate_size + AHEAD_HIDDENS * model.hidden_size
-    of_layer = _width(config) * config.micro_batch_size * config.sequence_length * elements
-    ahead = of_layer * (stream.resident + (LEAD if stream.lead else 0))
-    room = ahead if device is None else max(0.0, TIGHT * device - memory.peak)
-    return replace(memory, workspace=memory.workspace + round(min(ahead, room)))
+    mesh, tokens, hidden = mesh_shape(config), config.micro_batch_size * config.sequence_length, model.hidden_size
+    activations = STREAMED_INTERMEDIATES * model.intermediate_size + STREAMED_HIDDENS * hidden
+    layer = max(
+        _width(config) * max(tokens * activations, WEIGHTS * hidden * model.intermediate_size),
+        _attention_workspace(config, model, kernel),
+    )
+    if mesh["stage"] > 1:
+        ahead = config.offload.activations and not is_last and stream.resident > 0
+        return STAGE_GRADIENTS * lora + layer + ahead * STAGE_INPUTS * _width(config) * tokens * hidden
+    together = STREAMED_TOGETHER * hiddens if config.gradient_accumulation_steps > 1 else 0
+    logits = 4 * min(CHUNK_TOKENS, tokens) * model.vocab_size / mesh["fsdp"]
+    turning = lora + TURNING_HIDDENS * hiddens + TURNING_LOGITS * logits
+    return max(STREAMED_GRADIENTS * lora + layer + together, turning)
 
 
 def _width(config: TrainConfig) -> int:
@@ -133,9 +152,14 @@ def _layer_workspace(config: TrainConfig, model: ModelConfig, kernel: str) -> fl
     )
     intermediate = model.intermediate_size / parts
     feed_forward = WEIGHTS * hidden * intermediate + tokens * (INTERMEDIATES * intermediate + HIDDENS * hidden)
-    attention = WEIGHTS * hidden**2 / parts + ATTENTION_HIDDENS * tokens * hidden
-    scores = _score_bytes(config, model, kernel) / parts
-    return max(_width(config) * feed_forward, _width(config) * attention + scores)
+    return max(_width(config) * feed_forward, _attention_workspace(config, model, kernel))
+
+
+def _attention_workspace(config: TrainConfig, model: ModelConfig, kernel: str) -> float:
+    """Bytes of what attention computes with."""
+    parts, tokens = mesh_shape(config)["tensor"], config.micro_batch_size * config.sequence_length
+    attention = WEIGHTS * model.hidden_size**2 / parts + ATTENTION_HIDDENS * tokens * model.hidden_size
+    return _width(config) * attention + _score_bytes(config, model, kernel) / parts
 
 
 def _score_bytes(config: TrainConfig, model: ModelConfig, kernel: str) -> int:
