@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zagora_jax.embedding_trainer import EmbeddingTrainer as EmbeddingTrainer
+    from zagora_jax.rag import PassageIndex as PassageIndex
+    from zagora_jax.rag import Rag as Rag
+    from zagora_jax.rag import grounded_rows as grounded_rows
     from zagora_jax.trainers import DistributedTrainer as DistributedTrainer
     from zagora_jax.trainers import DomainAdaptationTrainer as DomainAdaptationTrainer
 
@@ -49,6 +52,9 @@ _LAZY = {
     "DistributedTrainer": "zagora_jax.trainers",
     "DomainAdaptationTrainer": "zagora_jax.trainers",
     "EmbeddingTrainer": "zagora_jax.embedding_trainer",
+    "PassageIndex": "zagora_jax.rag",
+    "Rag": "zagora_jax.rag",
+    "grounded_rows": "zagora_jax.rag",
 }
 
 

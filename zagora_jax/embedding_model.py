@@ -82,6 +82,11 @@ def open_embedder(
     else:
         tuned = open_tuned(run, checkpoint)
         base, adapters = tuned.base, tuned.adapters
+        if tuned.config.retrieval.pooling != config.retrieval.pooling:
+            raise UserError(
+                f"{run}: was trained with retrieval.pooling {tuned.config.retrieval.pooling}, not "
+                f"{config.retrieval.pooling}; from_run() takes a run up with its own options"
+            )
     plain = {"gradient_compression": "none", "gradient_exchange": "synchronous"}
     mesh = choose_mesh(config)
     arrangement = arrange(config.model_copy(update=plain), base.model, mesh)

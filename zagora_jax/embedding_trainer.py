@@ -36,6 +36,8 @@ class EmbeddingTrainer(Trainer):
     ```
     """
 
+    _embedder: TextEmbedder | None = None
+
     def __init__(
         self,
         model_name: str | Path,
@@ -79,7 +81,6 @@ class EmbeddingTrainer(Trainer):
         }
         named = {f"retrieval.{name}": Given(value, f"{where}: {name}") for name, value in own.items()}
         super().__init__(merged(named, given), callbacks, reporter)
-        self._embedder: TextEmbedder | None = None
 
     def train(
         self,

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from zagora_jax.callbacks import Callback
 from zagora_jax.config import EvaluateConfig, ExportConfig, TrainConfig
@@ -32,6 +32,19 @@ class Trainer:
         """Keep options of `TrainConfig` by name, each with where it was given."""
         self._options, self._callbacks, self._reporter = dict(options), tuple(callbacks), reporter or Reporter()
         self.config = build(TrainConfig, _without_data(self._options))
+
+    @classmethod
+    def from_run(cls, run: str | Path, *, callbacks: Sequence[Callback] = (), reporter: Reporter | None = None) -> Self:
+        """Take up a run that is there, with its options: to use its result, or to go on with `resume`.
+
+        Raises:
+            UserError: there is none.
+        """
+        directory = RunDirectory(run)
+        recorded = directory.read_config().model_dump(exclude_defaults=True) | {"output": directory.path.absolute()}
+        trainer = cls.__new__(cls)
+        Trainer.__init__(trainer, own_options(recorded, str(directory.config)), callbacks, reporter)
+        return trainer
 
     @property
     def run_directory(self) -> Path:
@@ -234,6 +247,8 @@ class DomainAdaptationTrainer(GeneratingTrainer):
     long ones split.
     """
 
+    _domain_data: Dataset | None = None
+
     NAMES: Mapping[str, str] = {
         "base_model": "model",
         "batch_size_per_gpu": "micro_batch_size",
@@ -268,7 +283,7 @@ class DomainAdaptationTrainer(GeneratingTrainer):
             raise UserError(f"{where}: {missing[0]} is required; found {', '.join(config) or 'nothing'}")
         _check_backend(communication_backend)
         named = {self.NAMES.get(name, name): value for name, value in config.items() if name != "domain_data"}
-        self._domain_data: Dataset = config["domain_data"]
+        self._domain_data = config["domain_data"]
         given = as_options(named, where).given
         if gpu_count is not None:
             if gpu_count < 1:
@@ -279,6 +294,8 @@ class DomainAdaptationTrainer(GeneratingTrainer):
 
     def adapt(self) -> TrainResult:
         """Train; see `DistributedTrainer.train`."""
+        if self._domain_data is None:  # of a run that was taken up
+            return self._train(self._options)
         sources = sources_of(self._domain_data, self._folder_of_rows(self.config), "domain_data")
         return self._train({**self._options, "data": Given(sources, "config: domain_data")})
 

@@ -91,6 +91,16 @@ def test_evaluate_generate_and_export(folder, trained, rows):
         trainer.save_adapter(folder / "rows.jsonl")
 
 
+def test_a_run_is_taken_up_from_its_directory(folder, trained):
+    trainer, result = trained
+    again = zagora_jax.DistributedTrainer.from_run(folder / "face", reporter=recorder()[0])
+    assert again.history == trainer.history
+    assert again.config == trainer.config.model_copy(update={"output": folder / "face"}).with_absolute_paths()
+    assert again.train(resume=True) == result  # finished already
+    with pytest.raises(UserError, match="not a run directory"):
+        zagora_jax.DistributedTrainer.from_run(folder / "model")
+
+
 def test_another_training_into_the_same_run_is_refused_before_it_writes(folder, trained):
     trainer, _ = trained
     before = sorted((folder / "face/data").iterdir())
