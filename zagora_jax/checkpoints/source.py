@@ -42,7 +42,7 @@ def open_checkpoint(model: str) -> Checkpoint:
 def _unreleased(model: str) -> str:
     """Say which sizes there are instead of one that never was."""
     found = unreleased(model)
-    return f" By its name: {found}." if found else ""
+    return f" (By its name: {found}.)" if found else ""
 
 
 def _open_file(path: Path, model: str) -> Checkpoint:
