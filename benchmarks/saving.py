@@ -2,9 +2,9 @@
 
     python benchmarks/saving.py --model synthetic:llama-3-8b?layers=8 --sequence-length 512
 
-takes the options of `python -m zagora_jax.train`; a run of --steps (24) in a temporary directory, saved at every fourth.
-A save that is due while the one before is still being written is put off: where steps are short, give so many that
-several saves are begun.
+takes the options of `python -m zagora_jax.train`; a run of --steps (24) in a temporary directory, saved at every
+fourth. A save that is due while the one before is still being written is put off: where steps are short, give so many
+that several saves are begun.
 """
 
 import argparse

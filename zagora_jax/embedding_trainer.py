@@ -143,17 +143,19 @@ class EmbeddingTrainer(Trainer):
         self._reporter.say(f"{len(found.ranks):,} queries: {as_percent(numbers)}")
         return numbers
 
-    def export(self, to: str | Path, *, base: str = "dequantized", overwrite: bool = False) -> Path:
+    def export(self, to: str | Path, *, base: str | None = None, overwrite: bool = False) -> Path:
         """Write a folder that sentence-transformers loads, with the adapter merged into the weights.
 
         Args:
             to: the folder.
-            base: the weights that the adapter is added to: those that training saw (dequantized), with which the
-                vectors are those of `embed`, or the original ones.
+            base: the weights that the adapter is added to: dequantized, those that training saw, so that the vectors
+                are those of `embed`; or original. Where not given: dequantized, if they were quantised.
             overwrite: replace an earlier export.
         """
         self._require_run("export")
-        return export_embedder(self.config, Path(to), self._reporter, base=base, overwrite=overwrite)
+        config = RunDirectory(self.run_directory).read_config().model_copy(update={"output": self.run_directory})
+        base = base or ("original" if config.quantization == "none" else "dequantized")
+        return export_embedder(config, Path(to), self._reporter, base=base, overwrite=overwrite)
 
     def _train(self, given: Mapping[str, Given]) -> TrainResult:
         self._embedder = None  # whose weights the training has no room for

@@ -154,10 +154,6 @@ def test_each_set_has_a_loss_of_its_own(folder, tmp_path):
     tokens = {name: part.supervised_tokens for name, part in parts.items()}
     mean = sum(part.loss * tokens[name] for name, part in parts.items()) / sum(tokens.values())
     assert whole.loss == pytest.approx(mean)  # without a main set, all of them together
-    main = configure(folder, tmp_path / "main", eval_data=[held_out], **sets)
-    assert train(main, recorder()[0]).loss_before == pytest.approx(
-        json.loads((tmp_path / "run/report.json").read_text())["further_before"]["loss.new"]
-    )
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 from oracles import tiny_llama
 from runs import compiled_once, numbers, recorder, write_pairs
 
-from zagora_jax import EmbeddingTrainer
+from zagora_jax import EmbeddingTrainer, embedding_trainer
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.pairs import held_out_pairs, read_pairs, training_pairs
 from zagora_jax.errors import UserError
+from zagora_jax.run_directory import RunDirectory
 
 ARGUMENTS = {"per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, "save_steps": 3}
 
@@ -83,6 +84,17 @@ def test_sentence_transformers_gives_the_same_vectors(folder, trained, tmp_path,
     np.testing.assert_allclose(theirs.encode(texts), trainer.embed(texts), atol=2e-4)
     np.testing.assert_allclose(theirs.encode_query(texts), trainer.embed(texts, query=True), atol=2e-4)
     assert np.abs(theirs.encode_query(texts) - theirs.encode(texts)).max() > 0.01
+
+
+def test_without_quantisation_the_original_weights_are_exported(folder, monkeypatch):
+    """There are no others then."""
+    given = []
+    monkeypatch.setattr(embedding_trainer, "export_embedder", lambda *_, **options: given.append(options["base"]))
+    for quantization in ("none", "nf4"):
+        config = TrainConfig(model="m", data=["d"], quantization=quantization, retrieval={"pooling": "last"})
+        monkeypatch.setattr(RunDirectory, "read_config", lambda _, config=config: config)
+        trainer_into(folder, folder / "run").export("to")
+    assert given == ["original", "dequantized"]
 
 
 def test_mined_negatives_are_wrong_and_near(folder, trained):

@@ -108,6 +108,8 @@ def held_out_pairs(config: TrainConfig, sources: Sequence[str] | None = None) ->
     """
     if chosen := sources or config.eval_data:
         return list(read_pairs(chosen))
+    if not config.eval_fraction:
+        raise UserError("no pairs are held out: give some, eval_data or eval_fraction")
     pairs = [pair for pair in read_pairs(config.data or []) if _is_held_out(pair, config.eval_fraction)]
     if not pairs:
         raise UserError(f"{', '.join(config.data or [])}: eval_fraction holds no row out")
