@@ -293,6 +293,11 @@ class Llama(nnx.Module):
         """The output head [vocab, hidden], without its adapter."""
         return self._head.weight.get_value()
 
+    @property
+    def head_is_trained(self) -> bool:
+        """Whether the head itself is trained, in full."""
+        return isinstance(self._head.weight, Adapter)
+
     def head_terms(
         self, hidden: jax.Array, placement: Placement = LOCAL, dropout_keys: jax.Array | None = None
     ) -> list[HeadTerm]:

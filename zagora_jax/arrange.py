@@ -1,5 +1,7 @@
 """Which arrangement of a model on its devices a run's options ask for."""
 
+from collections.abc import Sequence
+
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -31,7 +33,7 @@ def arrange(config: TrainConfig, model: Llama, mesh: Mesh | None = None) -> Arra
     """
     mesh = choose_mesh(config) if mesh is None else mesh
     _check(config, mesh)
-    _check_ends(config, model)
+    check_ends(config, ends_trained(model))
     if config.offload.embedding and model.config.embedding_scale != 1:
         raise UserError("--offload.embedding: not for this family, which multiplies embeddings; leave it out")
     tensor_segments(model.config, mesh.shape["tensor"])  # refuses what cannot be cut
@@ -151,12 +153,20 @@ def _check(config: TrainConfig, mesh: Mesh) -> None:
         )
 
 
-def _check_ends(config: TrainConfig, model: Llama) -> None:
-    """Refuse what does not go with trained parameters that belong to no layer: of the tables and the last norm."""
+def ends_trained(model: Llama) -> list[str]:
+    """Name the modules before and behind the layers of which something is trained: the tables and the last norm."""
     ends = [path for path in by_path(nnx.state(model, Adapter)) if path[:2] != ("model", "layers")]
+    return [".".join(path[: 1 if path[0] == "lm_head" else 2]) for path in ends]
+
+
+def check_ends(config: TrainConfig, ends: Sequence[str]) -> None:
+    """Refuse what does not go with training the modules `ends`, which belong to no layer.
+
+    Raises:
+        UserError: an option knows layers alone.
+    """
     if not ends:
         return
-    name = ".".join(ends[0][: 1 if ends[0][0] == "lm_head" else 2])
     reasons = {
         "--strategy layerwise": (config.strategy == "layerwise", "each stage trains layers alone"),
         f"--gradient-compression {config.gradient_compression}": (
@@ -172,8 +182,8 @@ def _check_ends(config: TrainConfig, model: Llama) -> None:
     for option, (given, reason) in reasons.items():
         if given:
             raise UserError(
-                f"{option} does not go with training {name} (lora.targets, lora.modules_to_save): {reason}. Leave one "
-                "of the two out"
+                f"{option} does not go with training {ends[0]} (lora.targets, lora.modules_to_save): {reason}. Leave "
+                "one of the two out"
             )
 
 

@@ -142,6 +142,10 @@ def streamed_loss_sum(
 ) -> jax.Array:
     """Do what `loss_sum` does for all micro-batches of a streamed model; see `streamed_hidden_states`."""
     hidden = streamed_hidden_states(model, waiting, batch, options, dropout_keys, placement, exchanged, **of_part)
+    if model.head_is_trained:  # a loop would keep a gradient of the head for each micro-batch, this keeps one
+        rows = (hidden, batch.targets, batch.weights, dropout_keys)
+        hidden, targets, weights, keys = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
+        return head_loss(model, hidden, targets, weights, keys, placement)
 
     def add(total: jax.Array, micro_batch: tuple) -> tuple[jax.Array, None]:
         hidden, targets, weights, keys = micro_batch

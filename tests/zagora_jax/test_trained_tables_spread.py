@@ -1,5 +1,6 @@
 """Tables and norms that are trained, on several devices and streamed, against one device."""
 
+import math
 from functools import cache
 
 import eight_devices
@@ -12,15 +13,20 @@ from models.lora import initial_adapter
 from models.parameters import split
 from models.stream_order import stream_order
 from sharding.mesh import make_mesh
+from sharding.program import memory
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import Recipe
 from zagora_jax.base import open_base
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batch
-from zagora_jax.distribution import Distribution
+from zagora_jax.distribution import Distribution, wire_bytes
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import make_optimizer, make_schedule
-from zagora_jax.option_groups import LoraConfig, OffloadConfig
+from zagora_jax.option_groups import LoraConfig, MeshConfig, OffloadConfig
+from zagora_jax.planning.compiled import compile_planned_step
+from zagora_jax.planning.micro_batch import Work
+from zagora_jax.planning.shapes import Shapes, mesh_shape
+from zagora_jax.planning.time_model import exchanged_bytes
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import initial_state
 
@@ -98,6 +104,7 @@ def train(base, adapters, sizes, optimizer, streamed=0, compression="none"):
         pytest.param("tied", "adamw_8bit", {"data": 2, "fsdp": 4}, 0, marks=pytest.mark.slow),
         pytest.param("adapters", "adamw", {"fsdp": 4, "tensor": 2}, 0, marks=pytest.mark.slow),
         ("adapters", "adamw", {"data": 2, "fsdp": 2}, LAYERS),
+        ("tied", "adamw", {"data": 2}, LAYERS),
         pytest.param("norms of layers", "adamw", {"fsdp": 2, "tensor": 2}, 0, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -122,6 +129,44 @@ def test_gradients_of_layers_norms_travel_compressed(opened, alone):
     numbers, _ = alone("norms of layers", "adamw")
     found, _ = train(base, adapters, {"data": 2, "fsdp": 2}, "adamw", compression="int8")
     np.testing.assert_allclose(found[:, 0], numbers[:, 0], rtol=1e-3)  # of int8 with error feedback
+
+
+def planned(base, **options):
+    given = {"sequence_length": 16, "compute_dtype": "float32", "attention": "reference", "remat": "full"} | options
+    config = TrainConfig(model="m", data=["rows.jsonl"], **given)
+    mesh = make_mesh(mesh_shape(config), jax.devices()[: math.prod(mesh_shape(config).values())])
+    return config, mesh, compile_planned_step(config, mesh, base)
+
+
+@pytest.mark.parametrize(("kind", "fsdp"), [("untied", 1), ("tied", 2)])
+def test_the_planner_counts_what_a_step_with_tables_holds_and_sends(opened, kind, fsdp):
+    lora = LoraConfig(rank=4, targets=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    base = open_base(opened(kind)[0].name, quantization="nf4", dtype="float32", lora=lora)
+    shape = {"mesh": MeshConfig(data=2, fsdp=fsdp), "micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    config, mesh, step = planned(base, **shape)
+    own, sizes = Shapes(base), mesh_shape(config)
+    (arguments,) = own.arguments(config)
+    table = 4 * 323 * base.model.config.hidden_size
+    assert arguments.lora > table / fsdp
+    assert arguments.optimizer > 2 * table / fsdp
+    rows_and_counters = 5 * 4 * 2 * 16 + 64
+    assert 0 <= memory(step).arguments - arguments.total <= rows_and_counters
+    # Gradients that replicas exchange; what devices share the words of crosses between replicas alone.
+    work = Work.of(own)
+    over_data = exchanged_bytes(config, work, sizes) - exchanged_bytes(config, work, {**sizes, "data": 1})
+    assert over_data > table / fsdp
+    padding_and_scalars = 4 * base.model.config.hidden_size + 64
+    adapters = 4 * LAYERS * own.layer_adapter_elements  # which cross before they are cut
+    assert wire_bytes(step, mesh)["all-reduce over data"] == pytest.approx(
+        over_data, abs=padding_and_scalars + adapters * (fsdp - 1) / fsdp
+    )
+
+
+def test_streaming_keeps_one_gradient_of_the_head_for_all_micro_batches(opened):
+    base, _ = opened("tied")
+    same = [{"micro_batch_size": 6 // times, "gradient_accumulation_steps": times} for times in (2, 6)]  # rows in all
+    peaks = [memory(planned(base, strategy="streaming", **shape)[2]).peak for shape in same]
+    assert peaks[1] - peaks[0] < 4 * 323 * base.model.config.hidden_size
 
 
 @pytest.mark.parametrize(

@@ -79,15 +79,20 @@ def _of_stage(
         is_tight = device is not None and arguments.total > TIGHT * device
         times = GATHERED_LAYERS_TIGHT if is_tight else GATHERED_LAYERS
         gathered += times * (layer_bytes + width * shapes.layer_adapter_elements)
+    shards, tables = mesh["fsdp"] * mesh["tensor"], shapes.trained_tables
+    lora = arguments.lora - tables.parameter_bytes(shards)
     if stream is None:
         sums = config.gradient_accumulation_steps > 1 or mesh["stage"] > 1  # gradients of several micro-batches
-        workspace = arguments.lora * (1 + GRADIENTS + sums) + _layer_workspace(config, model, kernel)
+        workspace = lora * (1 + GRADIENTS + sums) + _layer_workspace(config, model, kernel)
     else:
         is_last = index == mesh["stage"] - 1
-        workspace = _streamed_workspace(config, model, kernel, stream, arguments.lora, hiddens, is_last=is_last)
+        workspace = _streamed_workspace(config, model, kernel, stream, lora, hiddens, is_last=is_last)
     workspace += RESIDUALS * arguments.error_feedback
     if config.planned_remat == "nested":  # XLA copies the packed weights of a group
         workspace += layer_bytes * (layers // group_count(layers)) / mesh["fsdp"]
+    if tables.embedding or tables.head:
+        summed = config.gradient_accumulation_steps > 1 and stream is None
+        workspace = tables.workspace(round(workspace), kept, shards, tokens, summed=summed)
     slots = 0 if stream is None else slots_of(config, stream.streamed_layers) or stream.streamed_layers
     in_host_memory = waiting * slots
     offloaded = on_host * _stacks_on_host(config, index, stream) + shapes.moments_on_host(config)[index]

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from models.remat import OFFLOADABLE, REMATS
+from zagora_jax.arrange import check_ends, ends_trained
 from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import lacking_memory, memory_limit
@@ -59,12 +60,13 @@ def _advice(planned: int, config: TrainConfig, base: BaseModel, mesh: Mesh) -> s
     limit = min(limit for device in mesh.devices.flat if (limit := memory_limit(device)) is not None)
     explicit = on_mesh(config, mesh)
     shapes, compiled = Shapes(base), 0
-    one_program = shapes.in_one_program(explicit)
+    one_program, ends = shapes.in_one_program(explicit), ends_trained(base.model)
     for settings in _changes(explicit):
         if "stage_form" in settings and not one_program:
             continue  # nothing would change
         try:
             other = changed(explicit, settings)
+            check_ends(other, ends)
             kernel = forward_options(other, base, mesh.devices.flat[0].platform).kernel
         except (ValueError, UserError):
             continue  # what does not go together

@@ -24,6 +24,7 @@ from zagora_jax.config import TrainConfig
 from zagora_jax.planning.kept import keeps_attention, kept_elements
 from zagora_jax.planning.links import Link
 from zagora_jax.planning.shapes import Shapes, mesh_shape
+from zagora_jax.planning.trained_tables import TrainedTables
 from zagora_jax.streaming import slots_of
 
 # Part of the published bfloat16 rate that large matrix products sustain. GeForce cards come close, since theirs is
@@ -48,6 +49,7 @@ class Work:
     gates: int  # of those that the feed-forward block begins with
     adapters: int
     weight_bytes: float  # stored, a weight
+    tables: TrainedTables
 
     def moment_bytes(self, config: TrainConfig) -> float:
         """Return the bytes of a layer's moments that come from host memory and go back there in a step."""
@@ -64,7 +66,7 @@ class Work:
         down = next(size for path, size in sizes.items() if path.endswith("down_proj"))
         gates = sum(size for path, size in sizes.items() if path.endswith(("gate_proj", "up_proj", "gate_up_proj")))
         stored = shapes.layer_weight_bytes / weights
-        return cls(model.config, weights, down, gates, shapes.layer_adapter_elements, stored)
+        return cls(model.config, weights, down, gates, shapes.layer_adapter_elements, stored, shapes.trained_tables)
 
 
 def sustained(gpu: Gpu) -> float:
@@ -137,19 +139,22 @@ class MicroBatch:
 
     @property
     def head(self) -> float:
-        """Of the loss: logits, and the gradient of the hidden states."""
-        return 4 * self.tokens * self.work.shapes.vocab_size * self.work.shapes.hidden_size / self.rate / self.parts
+        """Of the loss: logits, and the gradients of the hidden states and of a head that is trained."""
+        times = 6 if self.work.tables.head else 4
+        return times * self.tokens * self.work.shapes.vocab_size * self.work.shapes.hidden_size / self.rate / self.parts
 
     @property
     def head_traffic(self) -> float:
-        """Of device memory, where a quantised head is dequantised twice for each piece of the tokens."""
+        """Of device memory: gradients of trained tables, or a quantised head, dequantised twice for each piece."""
         embeddings, shapes = self.config.embeddings, self.work.shapes
-        if embeddings == "none":
-            return 0.0
         mesh, shape = mesh_shape(self.config), (shapes.vocab_size, shapes.hidden_size)
-        weights = math.prod(shape) / (mesh["fsdp"] * mesh["tensor"])
+        shards = mesh["fsdp"] * mesh["tensor"]
+        trained = self.work.tables.traffic(shards, self.tokens) / self.bandwidth
+        if embeddings == "none":
+            return trained
+        weights = math.prod(shape) / shards
         stored = bits_per_parameter(embeddings, shape, jnp.dtype(self.config.compute_dtype)) / 8
-        return 2 * math.ceil(self.tokens / CHUNK_TOKENS) * weights * (stored + DEQUANTISED) / self.bandwidth
+        return trained + 2 * math.ceil(self.tokens / CHUNK_TOKENS) * weights * (stored + DEQUANTISED) / self.bandwidth
 
     @property
     def traffic(self) -> float:
@@ -226,7 +231,8 @@ class MicroBatch:
     def _vocabulary(self) -> float:
         """Of looking words up and of the loss, whose tables are cut over the devices: hidden states both ways."""
         mesh, width = mesh_shape(self.config), self.tokens * self.work.shapes.hidden_size
-        others = width * (2 * 2 + 2 + 4) * (mesh["fsdp"] - 1)
+        looked_up = 2 if self.work.tables.looked_up else 0  # its gradient
+        others = width * (2 * 2 + 2 + 4 + looked_up) * (mesh["fsdp"] - 1)
         same = width * (2 + 4) * 2 * (self.parts - 1) / self.parts
         return (others + same) / (self.link.gpu_gb_s * 1e9)
 

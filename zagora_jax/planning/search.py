@@ -11,7 +11,9 @@ from itertools import combinations
 from typing import Any
 
 from sharding.targets import GPUS
+from zagora_jax.arrange import check_ends, ends_trained
 from zagora_jax.config import ConfigureConfig
+from zagora_jax.errors import UserError
 from zagora_jax.planning.candidates import EMBEDDINGS, Candidate, candidates, replicas_of
 from zagora_jax.planning.evaluate import Evaluated, Evaluator
 from zagora_jax.planning.machine import Machine
@@ -87,8 +89,19 @@ def _estimates(config: ConfigureConfig, evaluator: Evaluator) -> list[Evaluated]
 
 
 def _candidates(config: ConfigureConfig, evaluator: Evaluator) -> Iterator[Candidate]:
-    model = evaluator.model
-    return candidates(config, evaluator.machine.count, model.train_name, model.base.model.config)
+    """Go through the settings that train takes, or raise why it takes none of them."""
+    model, refusal, found = evaluator.model, None, False
+    ends = ends_trained(model.base.model)
+    for candidate in candidates(config, evaluator.machine.count, model.train_name, model.base.model.config):
+        try:
+            check_ends(candidate.config, ends)
+        except UserError as error:
+            refusal = error
+            continue
+        found = True
+        yield candidate
+    if refusal is not None and not found:
+        raise refusal
 
 
 def _ranked(found: Sequence[Evaluated], evaluator: Evaluator) -> list[Evaluated]:

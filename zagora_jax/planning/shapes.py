@@ -11,15 +11,16 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 from models.llama import Ends, Llama, linear_modules
-from models.parameters import split
+from models.parameters import by_path, split
 from models.stream_order import StreamOrder, stream_order
 from sharding.mesh import AXES
 from zagora_jax.arrange import layers_of_stages, why_not_one_jit
 from zagora_jax.base import BaseModel
-from zagora_jax.checkpoints.load import expected_tensors
+from zagora_jax.checkpoints.load import expected_tensors, is_stacked
 from zagora_jax.config import TrainConfig
 from zagora_jax.distribution import Distribution
 from zagora_jax.optimizer import make_optimizer
+from zagora_jax.planning.trained_tables import TrainedTables
 from zagora_jax.stage import Stage
 from zagora_jax.streaming import stream_of, streamed_of_stages
 from zagora_jax.train_state import TrainState, initial_state
@@ -132,8 +133,15 @@ class Shapes:
 
     @functools.cached_property
     def layer_adapter_elements(self) -> int:
-        """Elements of one layer's adapters."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self._adapters)) // self.base.model.config.num_layers
+        """Elements of what is trained of one layer."""
+        trained = by_path(self._adapters).items()
+        elements = sum(variable.get_value().size for path, variable in trained if is_stacked(path))
+        return elements // self.base.model.config.num_layers
+
+    @functools.cached_property
+    def trained_tables(self) -> TrainedTables:
+        """The tables that are trained in full."""
+        return TrainedTables.of(self.base.model)
 
     @property
     def _adapters(self) -> nnx.State:

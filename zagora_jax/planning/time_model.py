@@ -70,9 +70,10 @@ def step_time(
     batch = MicroBatch(config, work, gpu, link, kernel)
     tokens = batch.tokens * times * mesh["data"] * mesh["fsdp"]
     shards = mesh["fsdp"] * mesh["tensor"]
-    update = 40 * work.adapters * max(layers) / shards / batch.bandwidth  # parameters, gradients and moments
+    trained = work.adapters * max(layers) + work.tables.elements
+    update = 40 * trained / shards / batch.bandwidth  # parameters, gradients and moments
     waiting = work.moment_bytes(config) * max(layers) / shards / (link.host_gb_s * 1e9)
-    waiting += _exchanged(config, work, mesh) / (link.gpu_gb_s * 1e9)
+    waiting += exchanged_bytes(config, work, mesh) / (link.gpu_gb_s * 1e9)
     if len(layers) == 1:
         products, traffic = batch.products + batch.head, batch.traffic + batch.head_traffic
         return StepTime(products * times, traffic * times + update, batch.waiting(times) + waiting, tokens)
@@ -177,10 +178,14 @@ class _Stages:
         return self.streamed[stage] * batch.layer_bytes / rate, self.layers[stage] * batch.offloaded_bytes / rate
 
 
-def _exchanged(config: TrainConfig, work: Work, mesh: dict[str, int]) -> float:
-    """Bytes of gradients that a device sends in a step."""
+def exchanged_bytes(config: TrainConfig, work: Work, mesh: dict[str, int]) -> float:
+    """Return the bytes of gradients that a device sends in a step.
+
+    Devices that share the words of a trained table sum no gradients of it: each has those of its own words.
+    """
     elements, shards, replicas = work.adapters * work.shapes.num_layers, mesh["fsdp"] * mesh["tensor"], mesh["data"]
     compression = config.gradient_compression
     times = 1 if config.streamed_weights != "none" else config.gradient_accumulation_steps
     sent = times * wire_bytes(elements, shards, compression, "reduce_scatter") if shards > 1 else 0
-    return sent + (wire_bytes(elements // shards, replicas, compression) if replicas > 1 else 0)
+    of_replica = (elements + work.tables.elements) // shards
+    return sent + (wire_bytes(of_replica, replicas, compression) if replicas > 1 else 0)

@@ -40,14 +40,19 @@ FEW = [
 
 
 @functools.cache
-def shapes(model, rank):
-    return Shapes(open_base(model, quantization="nf4", dtype="bfloat16", lora=LoraConfig(rank=rank)))
+def _shapes(model, lora):
+    own = LoraConfig.model_validate_json(lora)
+    return Shapes(open_base(model, quantization="nf4", dtype="bfloat16", lora=own))
+
+
+def shapes(config):
+    return _shapes(config.model, config.lora.model_dump_json())
 
 
 def estimates(gpu, settings):
     config = train_config(settings)
     kernel = "chunked" if config.packing or config.attention == "chunked" else "cudnn"
-    return estimate_memory(config, shapes(config.model, config.lora.rank), kernel, GPUS[gpu].memory_bytes)
+    return estimate_memory(config, shapes(config), kernel, GPUS[gpu].memory_bytes)
 
 
 def estimated(gpu, settings):
@@ -68,8 +73,9 @@ def test_recorded_programs_are_estimated_within_the_stated_error(case):
 
 @pytest.mark.parametrize("mesh", [{"mesh.fsdp": 1, "mesh.data": 1}, {"mesh.fsdp": 3, "mesh.data": 1}])
 def test_arguments_with_some_layers_streamed_are_those_of_their_arrays(mesh):
-    own = shapes("synthetic:llama-3.2-1b?layers=7", 16)
-    config = train_config({"model": "x", "offload.weights": 4, **mesh})
+    model = "synthetic:llama-3.2-1b?layers=7"
+    config = train_config({"model": model, "offload.weights": 4, **mesh})
+    own = shapes(config)
     devices = AbstractMesh(tuple(mesh_shape(config).values()), tuple(mesh_shape(config)))
     spreads = Distribution(devices, own.base.model, stream=stream_order(7, 4)).frozen
     (arguments,) = own.arguments(config)
@@ -81,7 +87,7 @@ def test_arguments_with_some_layers_streamed_are_those_of_their_arrays(mesh):
 def compiled(gpu, count, settings):
     config = train_config({"gradient_accumulation_steps": 1, **settings})
     mesh = make_mesh(mesh_shape(config), absent_devices(gpu, count))
-    own = shapes(config.model, config.lora.rank)
+    own = shapes(config)
     program = compile_planned_step(config, mesh, own.base)
     return program, read_memory(program, mesh.shape, own.arguments(config)[0], own.base.model.config)
 
@@ -115,7 +121,7 @@ def test_stages_are_estimated_within_the_stated_error(form):
     }
     config = train_config(settings)
     mesh = make_mesh(mesh_shape(config), absent_devices("rtx4090", 2))
-    own = shapes(config.model, config.lora.rank)
+    own = shapes(config)
     planned = compile_planned(config, mesh, own.base).planned_memory()
     estimates = estimate_memory(config, own, "chunked", GPUS["rtx4090"].memory_bytes)
     assert [estimate.peak for estimate in estimates] == pytest.approx(list(planned.values()), rel=ERROR)
@@ -128,7 +134,7 @@ def test_stages_are_estimated_within_the_stated_error(form):
 def test_recorded_programs_still_compile_to_what_is_estimated(case):
     config = train_config({"gradient_accumulation_steps": 1, **case["settings"]})
     mesh = make_mesh(mesh_shape(config), absent_devices(case["gpu"], case["count"]))
-    step = compile_planned(config, mesh, shapes(config.model, config.lora.rank).base)
+    step = compile_planned(config, mesh, shapes(config).base)
     found = estimates(case["gpu"], case["settings"])
     peaks = list(step.planned_memory().values())[:: case["count"] // len(found)]
     assert peaks == pytest.approx(of_stages(case["peak"]), rel=0.05)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from zagora_jax.arrange import check_ends, ends_trained
 from zagora_jax.base import open_base
 from zagora_jax.config import ConfigureConfig
 from zagora_jax.errors import UserError
@@ -42,6 +43,20 @@ def test_the_fastest_that_fits_is_chosen():
         other = evaluator.estimate(candidate)
         if other.highest_peak <= limit and candidate.strategy not in ("streaming", "streamed-fsdp"):
             assert other.tokens_per_second < 1.02 * choice.chosen.tokens_per_second
+
+
+def test_with_tables_trained_in_full_nothing_is_proposed_that_train_refuses():
+    lora = LoraConfig(modules_to_save=["embed_tokens", "lm_head"])
+    choice, evaluator = search(model_size="8B", gpu_count=4, lora=lora)
+    chosen = choice.chosen.candidate
+    assert choice.chosen.memory.lora > 4 * 2 * 128256 * 4096 / 4  # float32, cut over four cards
+    assert choice.chosen.memory.optimizer > 2 * 4 * 2 * 128256 * 4096 / 4
+    ends = ends_trained(evaluator.model.base.model)
+    assert set(ends) == {"model.embed_tokens", "lm_head"}
+    for candidate in (chosen, *(other.candidate for other in choice.alternatives)):
+        check_ends(candidate.config, ends)
+    with pytest.raises(UserError, match="--strategy layerwise does not go with training lm_head"):
+        search(model_size="8B", gpu_count=4, lora=lora, strategy="layerwise")
 
 
 def test_alternatives_fit_differ_in_kind_and_go_from_fast_to_slow():
