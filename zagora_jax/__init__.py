@@ -7,12 +7,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zagora_jax.domain_adaptation import DomainAdaptationTrainer as DomainAdaptationTrainer
     from zagora_jax.embedding_trainer import EmbeddingTrainer as EmbeddingTrainer
     from zagora_jax.rag import PassageIndex as PassageIndex
     from zagora_jax.rag import Rag as Rag
     from zagora_jax.rag import grounded_rows as grounded_rows
     from zagora_jax.trainers import DistributedTrainer as DistributedTrainer
-    from zagora_jax.trainers import DomainAdaptationTrainer as DomainAdaptationTrainer
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ _require_own_siblings()
 # What a program finds here, and the module that it comes from when it is first used: commands need little of it.
 _LAZY = {
     "DistributedTrainer": "zagora_jax.trainers",
-    "DomainAdaptationTrainer": "zagora_jax.trainers",
+    "DomainAdaptationTrainer": "zagora_jax.domain_adaptation",
     "EmbeddingTrainer": "zagora_jax.embedding_trainer",
     "PassageIndex": "zagora_jax.rag",
     "Rag": "zagora_jax.rag",

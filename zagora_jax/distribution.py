@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.llama import Llama
 from models.parameters import Adapter, Frozen, Path, by_path, split
 from models.placement import Placement
-from models.pooling import Pooling
 from models.quantization import parts
 from models.quantization.parts import Segments
 from models.stream_order import StreamOrder
@@ -27,16 +26,14 @@ from sharding.group import Group
 from sharding.layer_exchange import LayerExchange
 from sharding.mesh import SHARD_AXES, rows_divisor, shard_count
 from sharding.program import collectives, memory, traffic
-from sharding.rules import named_sharding, partition_spec
+from sharding.rules import named_sharding
 from sharding.spread import Spread
 from sharding.targets import lower_for
 from sharding.tensor import Parts, alike, enter, leave
 from sharding.vocabulary import ShardedVocabulary
 from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
 from zagora_jax.checkpoints.load import Destination, set_layer
-from zagora_jax.contrastive import embed
 from zagora_jax.data.batches import Batch
-from zagora_jax.decoding import decode, likeliest
 from zagora_jax.layer_feed import LayerFeed
 from zagora_jax.optimizer import QuantizedMoment
 from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
@@ -385,49 +382,6 @@ class Distribution:
             return self.run(compiled, adapters, frozen, self.put_batch(batch), backward=False)
 
         return evaluate
-
-    def compile_embedding(
-        self, options: ForwardOptions, batch: Batch, pooling: Pooling
-    ) -> Callable[[nnx.State, Any, Batch], np.ndarray]:
-        """Compile what gives the unit vectors float32 [A, M, D] of batches of one shape, on the host."""
-        graph = split(self.model)[0]
-
-        def embed_all(adapters: nnx.State, frozen: Any, batch: Batch) -> jax.Array:
-            model = nnx.merge(graph, frozen, adapters)
-            return jax.lax.map(lambda own: embed(model, own, pooling, options, None, self.placement), batch)
-
-        arguments = (self.abstract_adapters(), self.abstract_frozen(), self.abstract_batch(batch))
-        compiled = self.compile(embed_all, arguments, partition_spec(("accumulation", "rows", None)))
-        return lambda adapters, frozen, batch: np.asarray(compiled(adapters, frozen, self.put_batch(batch)))
-
-    def compile_answers(
-        self, ends: tuple[int, ...], max_new_tokens: int, tokens: jax.ShapeDtypeStruct
-    ) -> Callable[[nnx.State, Any, np.ndarray, np.ndarray], np.ndarray]:
-        """Compile what continues prompts [B, P] of `lengths` [B] by the likeliest tokens, int32 [B, max_new_tokens].
-
-        Each device computes whole layers, and has as many prompts as the others.
-        """
-        graph, rows = split(self.model)[0], named_sharding(self.mesh, ("rows", "tokens"))
-
-        def answer(adapters: nnx.State, frozen: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-            model = nnx.merge(graph, frozen, adapters)
-
-            def choose(hidden: jax.Array, _: jax.Array | int) -> jax.Array:
-                return likeliest(model, hidden, self.placement)
-
-            return decode(model, ends, max_new_tokens, choose, tokens, lengths[:, 0], self.placement, self.group)
-
-        shapes = [
-            jax.ShapeDtypeStruct((tokens.shape[0], width), jnp.int32, sharding=rows) for width in (tokens.shape[1], 1)
-        ]
-        arguments = (self.abstract_adapters(), self.abstract_frozen(), *shapes)
-        compiled = self.compile(answer, arguments, rows.spec)
-
-        def answers(adapters: nnx.State, frozen: Any, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-            given = (jax.device_put(tokens, rows), jax.device_put(lengths[:, None], rows))
-            return np.asarray(compiled(adapters, frozen, *given))
-
-        return answers
 
     def run(self, compiled: jax.stages.Compiled, *arguments: Any, backward: bool) -> Any:
         """Run a program that goes through the layers once, or, with `backward`, a second time for gradients."""

@@ -4,10 +4,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
+from models.parameters import split
 from models.pooling import Pooling
+from sharding.rules import partition_spec
+from zagora_jax.contrastive import embed
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.pairs import Pair, tokenized
 from zagora_jax.distribution import Distribution
@@ -71,8 +75,22 @@ class Embedder:
     def _program(self, batch: Batch) -> Callable[[nnx.State, Any, Batch], np.ndarray]:
         width = batch.tokens.shape[-1]
         if width not in self._programs:
-            self._programs[width] = self._arrangement.compile_embedding(self._options, batch, self._pooling)
+            self._programs[width] = self._compile(batch)
         return self._programs[width]
+
+    def _compile(self, batch: Batch) -> Callable[[nnx.State, Any, Batch], np.ndarray]:
+        """Compile what gives the vectors float32 [A, M, D] of batches of one shape, on the host."""
+        spread, graph = self._arrangement, split(self._arrangement.model)[0]
+
+        def embed_all(adapters: nnx.State, frozen: Any, batch: Batch) -> jax.Array:
+            model = nnx.merge(graph, frozen, adapters)
+            return jax.lax.map(
+                lambda own: embed(model, own, self._pooling, self._options, None, spread.placement), batch
+            )
+
+        arguments = (spread.abstract_adapters(), spread.abstract_frozen(), spread.abstract_batch(batch))
+        compiled = spread.compile(embed_all, arguments, partition_spec(("accumulation", "rows", None)))
+        return lambda adapters, frozen, batch: np.asarray(compiled(adapters, frozen, spread.put_batch(batch)))
 
 
 @dataclass(frozen=True)

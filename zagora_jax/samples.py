@@ -2,21 +2,66 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from models.parameters import split
+from sharding.rules import named_sharding
 from zagora_jax.base import BaseModel
-from zagora_jax.callbacks import Sample
+from zagora_jax.callbacks import Sample, Sampled
 from zagora_jax.checkpoints.atomic import write_bytes
+from zagora_jax.decoding import decode, likeliest
 from zagora_jax.distribution import Distribution
 from zagora_jax.end_tokens import end_tokens
 from zagora_jax.errors import UserError
 from zagora_jax.generation import chat_prompts, padded, until_end
 from zagora_jax.option_groups import SamplesConfig
 from zagora_jax.run_directory import read_metrics
+
+
+class RunSamples:
+    """Answers a run's prompts at some of its steps, once at each, also where the run is resumed."""
+
+    def __init__(
+        self,
+        options: SamplesConfig,
+        base: BaseModel,
+        arrangement: Any,
+        path: Path,
+        first_step: int,
+        tell: Callable[[Sampled], None],
+    ):
+        """Tokenise the prompts.
+
+        Args:
+            options: which prompts, if any.
+            base: whose tokenizer reads them.
+            arrangement: of the model; with prompts a `Distribution`.
+            path: of samples.jsonl.
+            first_step: the step that the run goes on from.
+            tell: is told of samples.
+
+        Raises:
+            UserError: the tokenizer has no chat template, or one that refuses a prompt.
+        """
+        self._path, self._tell = path, tell
+        self._sampler = None if options.prompts is None else Sampler(options, base, arrangement)
+        self._recorded = {line["step"] for line in read_metrics(path) if line["step"] <= first_step}
+
+    def take(self, step: int, adapters: Any, frozen: Any) -> None:
+        """Answer after `step` finished steps, and tell, and write it down; unless that was done already."""
+        if self._sampler is None or step in self._recorded:
+            return
+        samples = self._sampler(adapters, frozen)
+        record(self._path, step, samples)
+        self._recorded.add(step)
+        self._tell(Sampled(step, samples))
 
 
 def record(path: Path, step: int, samples: Sequence[Sample]) -> None:
@@ -27,14 +72,10 @@ def record(path: Path, step: int, samples: Sequence[Sample]) -> None:
 
 
 class Sampler:
-    """Answers the prompts of a run with adapters as they are on its devices."""
+    """Answers prompts with adapters as they are on the devices of a run, by the likeliest tokens."""
 
     def __init__(self, options: SamplesConfig, base: BaseModel, arrangement: Distribution):
-        """Tokenise the prompts.
-
-        Raises:
-            UserError: the tokenizer has no chat template, or one that refuses a prompt.
-        """
+        """Tokenise the prompts; see `RunSamples`. Each device computes whole layers."""
         assert options.prompts is not None, "there is nothing to answer"
         self._prompts, self._tokenizer, self._arrangement = options.prompts, base.tokenizer(), arrangement
         if options.chat:
@@ -46,15 +87,37 @@ class Sampler:
         rows = -len(prompts) % arrangement.rows_divisor  # each device has as many
         self._tokens, self._lengths = padded([*prompts, *[prompts[0]] * rows])
         self._ends, self._max_new_tokens = end_tokens(base), options.max_new_tokens
-        self._answers: Callable[..., np.ndarray] | None = None
 
     def __call__(self, adapters: Any, frozen: Any) -> list[Sample]:
         """Answer, compiling at the first call."""
-        if self._answers is None:
-            shape = jax.ShapeDtypeStruct(self._tokens.shape, self._tokens.dtype)
-            self._answers = self._arrangement.compile_answers(tuple(sorted(self._ends)), self._max_new_tokens, shape)
-        rows = self._answers(adapters, frozen, self._tokens, self._lengths)
-        texts = self._tokenizer.batch_decode(
-            [until_end(row, self._ends) for row in rows[: len(self._prompts)]], skip_special_tokens=True
-        )
+        rows = self._sharding
+        given = (jax.device_put(self._tokens, rows), jax.device_put(self._lengths[:, None], rows))
+        answers = np.asarray(self._compiled(adapters, frozen, *given))[: len(self._prompts)]
+        texts = self._tokenizer.batch_decode([until_end(row, self._ends) for row in answers], skip_special_tokens=True)
         return [Sample(prompt, text.strip()) for prompt, text in zip(self._prompts, texts, strict=True)]
+
+    @cached_property
+    def _sharding(self) -> jax.sharding.NamedSharding:
+        return named_sharding(self._arrangement.mesh, ("rows", "tokens"))
+
+    @cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        """Compile (adapters, frozen, tokens [B, P], lengths [B, 1]) -> int32 [B, max_new_tokens]."""
+        spread, graph, ends = self._arrangement, split(self._arrangement.model)[0], tuple(sorted(self._ends))
+
+        def answer(adapters: nnx.State, frozen: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+            model = nnx.merge(graph, frozen, adapters)
+
+            def choose(hidden: jax.Array, _: jax.Array | int) -> jax.Array:
+                return likeliest(model, hidden, spread.placement)
+
+            arguments = (ends, self._max_new_tokens, choose, tokens, lengths[:, 0])
+            return decode(model, *arguments, spread.placement, spread.group)
+
+        shapes = [
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._sharding)
+            for shape in (self._tokens.shape, (len(self._tokens), 1))
+        ]
+        return spread.compile(
+            answer, (spread.abstract_adapters(), spread.abstract_frozen(), *shapes), self._sharding.spec
+        )

@@ -1,7 +1,5 @@
 """The training story, from a configuration to an adapter."""
 
-import importlib.metadata
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,22 +12,18 @@ from typing import Any
 import jax
 from flax import nnx
 
-import zagora_jax
 from models.lora import initial_adapter
 from models.parameters import split
-from sharding.lockstep import idle_share
 from zagora_jax import interruption
 from zagora_jax.adapter import (
-    adapted_modules,
     open_adapter,
     save_adapter,
-    trained_modules,
     with_adapters_options,
 )
 from zagora_jax.arrange import arrange
 from zagora_jax.arrangement import CompiledStep, Recipe
 from zagora_jax.base import open_base
-from zagora_jax.callbacks import Begin, Callback, Callbacks, End, Evaluated, Sampled, Saved
+from zagora_jax.callbacks import Begin, Callback, Callbacks, End, Evaluated, Saved
 from zagora_jax.callbacks import Step as StepEvent
 from zagora_jax.checkpoints.background import BackgroundWriter, copy_to_host
 from zagora_jax.checkpoints.load import Destination
@@ -42,7 +36,6 @@ from zagora_jax.data.batches import Batch
 from zagora_jax.data.pairs import PairBatches
 from zagora_jax.data.prepare import training_batches
 from zagora_jax.devices import TAKES_LESS, limit_memory, memory_limit
-from zagora_jax.distribution import Distribution
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation
 from zagora_jax.evaluation_sets import compile_sets, evaluation_sets
@@ -64,7 +57,8 @@ from zagora_jax.residency import settle_form, settle_remat, settle_source, settl
 from zagora_jax.resume import Progress, SavedPoint, find_saved
 from zagora_jax.row_lengths import RowLengths
 from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
-from zagora_jax.samples import Sampler, record
+from zagora_jax.run_facts import run_facts, versions
+from zagora_jax.samples import RunSamples
 from zagora_jax.saving import Saver
 from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.step import NEXT_TOKEN, Objective
@@ -209,7 +203,8 @@ class _Run:
     def _train(self) -> TrainResult:
         config = self.config
         self._settle()
-        sample = self._sampler()
+        path, tell = self.directory.samples, self.callbacks.tell
+        samples = RunSamples(config.samples, self.base, self.arrangement, path, self.first_step, tell)
         self._open_directory()
         if self.goes_on:
             try_connections(self.arrangement.mesh)
@@ -227,12 +222,12 @@ class _Run:
         self.callbacks.tell(Begin(config, self.directory.path, self.first_step, self.total_steps, self.facts))
         if self.saved is None:
             self._evaluate(measure, state.adapters, "loss_before")
-            sample(state.adapters, frozen)
+            samples.take(0, state.adapters, frozen)
         if compiled is not None:
-            state = self._loop(compiled, frozen, measure, sample, states, state)
+            state = self._loop(compiled, frozen, measure, samples, states, state)
         last = self._evaluate(measure, state.adapters, "loss_after")
         adapters = state.adapters if last is None else self._end_with_best(measure, last, state.adapters)
-        sample(adapters, frozen)
+        samples.take(self.finished_steps, adapters, frozen)
         return self._result()
 
     def _end_with_best(self, measure: Measure | None, last: Evaluation, adapters: Any) -> Any:
@@ -248,24 +243,6 @@ class _Run:
         adapters = self.arrangement.put_adapters(whole.adapters)
         self._evaluate(measure, adapters, "loss_after")
         return adapters
-
-    def _sampler(self) -> Callable[[Any, Any], None]:
-        """Return what answers the prompts of `samples` with adapters and frozen weights, at the step as it is."""
-        if self.config.samples.prompts is None:
-            return lambda adapters, frozen: None
-        assert isinstance(self.arrangement, Distribution), "samples are for models in one program"
-        sampler = Sampler(self.config.samples, self.base, self.arrangement)
-        recorded = {line["step"] for line in read_metrics(self.directory.samples) if line["step"] <= self.first_step}
-
-        def sample(adapters: Any, frozen: Any) -> None:
-            if self.finished_steps in recorded or interruption.requested():
-                return
-            samples = sampler(adapters, frozen)
-            record(self.directory.samples, self.finished_steps, samples)
-            recorded.add(self.finished_steps)
-            self.callbacks.tell(Sampled(self.finished_steps, samples))
-
-        return sample
 
     def _settle(self) -> None:
         """Decide what stays on the devices, where that depends on them, and on how long sequences are."""
@@ -293,7 +270,14 @@ class _Run:
         self.directory.create()
         if self.saved is None and self.config.resume:
             self.reporter.say(f"{self.directory.path}: no step was saved here yet, so this run begins at the first one")
-        self.facts = self._facts()
+        self.facts = run_facts(
+            self.config,
+            self.base,
+            self.arrangement,
+            self.options,
+            width=self.batches.width,
+            steps=f"{self.total_steps}" + (f", going on from {self.first_step}" if self.first_step else ""),
+        )
         self.reporter.banner("zagora-jax train", self.facts)
         if self.config.gradient_exchange == "delayed":
             self.reporter.say(
@@ -313,45 +297,13 @@ class _Run:
                 "model_fingerprint": self.progress.model,
                 "options": self.progress.options,
                 "facts": self.facts,
-                "versions": _versions(),
+                "versions": versions(),
                 "total_steps": self.total_steps,
                 "loss_after": None,
                 "stopped": None,
                 **self.sensors.facts(),
             }
         )
-
-    def _facts(self) -> dict[str, str]:
-        config, total = self.config, self.base.parameter_count()
-        trained = sum(leaf.size for leaf in jax.tree.leaves(self.declared_adapters))
-        frozen_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.declared_frozen))
-        modules, in_full = adapted_modules(self.base.model), trained_modules(self.base.model)
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
-        stages, times = self.arrangement.mesh.shape["stage"], config.gradient_accumulation_steps
-        waiting = f", of which stages wait {idle_share(stages, times):.0%}" if stages > 1 else ""
-        return {
-            "model": f"{self.base.name} ({total / 1e6:,.1f} M parameters)"
-            + (", output head tied to the embedding" if self.base.model.config.tie_embeddings else "")
-            + (", SYNTHETIC" if self.base.synthetic else ""),
-            "weights": f"{self.base.quantization}, {frozen_bytes / GIB:.2f} GiB"
-            + ("" if config.embeddings == "none" else f", embedding and head {config.embeddings}"),
-            "adapter": ("" if config.adapter is None else f"going on from {config.adapter}, ")
-            + f"rank {config.lora.rank}, {trained / 1e6:,.2f} M trained parameters ({trained / total:.2%})",
-            "adapted": f"{len(modules)} modules: {names}"
-            + (
-                f"; in full {len(in_full)}: {', '.join(sorted({name.rpartition('.')[2] for name in in_full}))}"
-                if in_full
-                else ""
-            ),
-            **self.arrangement.facts(),
-            "computation": f"{config.compute_dtype}, attention {self.options.kernel}, remat {self.options.remat}"
-            + (", layer inputs in pinned host memory" if self.options.offload_activations else ""),
-            "optimizer step": f"{config.gradient_accumulation_steps} x "
-            f"{config.micro_batch_size * self.arrangement.rows_divisor} x "
-            f"{self.batches.width} tokens, {config.optimizer}, {config.schedule} schedule{waiting}",
-            "steps": f"{self.total_steps}" + (f", going on from {self.first_step}" if self.first_step else ""),
-            "run directory": str(self.directory.path),
-        }
 
     def _load(self) -> Any:
         with self.reporter.loading(self.base.parameter_count()) as on_tensor:
@@ -489,7 +441,7 @@ class _Run:
         compiled: CompiledStep,
         frozen: nnx.State,
         measure: Measure | None,
-        sample: Callable[[Any, Any], None],
+        samples: RunSamples,
         states: StateWriter,
         state: TrainState,
     ) -> TrainState:
@@ -500,7 +452,7 @@ class _Run:
             missing = self._evaluation(measure, state, first)
             self.losses.after({"step": first, **missing})
         if first and self._samples(first):
-            sample(state.adapters, frozen)
+            samples.take(first, state.adapters, frozen)
         with (
             interruption.saving_first(config.stop_grace),
             MetricsFile(self.directory.metrics, after_step=first, missing=missing) as metrics_file,
@@ -528,8 +480,8 @@ class _Run:
                             with suppress(interruption.Interrupted):  # then it is evaluated on resumption
                                 metrics |= self._evaluation(measure, state, number)
                         is_best = self.losses.after(metrics, may_be_best=not skipped.in_a_row) and config.keep_best
-                        if self._samples(number):
-                            sample(state.adapters, frozen)
+                        if self._samples(number) and not interruption.requested():
+                            samples.take(number, state.adapters, frozen)
                         stops = self._tell_step(metrics)
                         if stops and number < last:
                             state = self._finish(compiled, state, metrics)
@@ -671,12 +623,3 @@ class _Run:
 
 def _as_metrics(result: Evaluation) -> dict[str, float]:
     return {"eval_loss": result.loss, **{f"eval_{name}": value for name, value in result.numbers.items()}}
-
-
-def _versions() -> dict[str, str]:
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
-    return {
-        "python": platform.python_version(),
-        "zagora-jax": zagora_jax.__version__,
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
