@@ -11,11 +11,11 @@ from pydantic import Field, field_validator, model_validator
 from zagora_jax.option_groups import (
     BalanceConfig,
     CommandConfig,
-    DeviceNumbers,
     EarlyStoppingConfig,
     Embeddings,
     FilePath,
     FloatType,
+    Indices,
     LoraConfig,
     MeshConfig,
     Numbers,
@@ -26,6 +26,7 @@ from zagora_jax.option_groups import (
     RetrievalConfig,
     SamplesConfig,
     Sources,
+    Texts,
     Trackers,
 )
 
@@ -119,7 +120,7 @@ class TrainConfig(CommandConfig):
         description="The part of the rows of data to hold out in place of eval_data. Chosen by their content, so that "
         "equal rows stand together and the choice does not change when rows are added.",
     )
-    eval_sets: list[str] | None = Field(
+    eval_sets: Texts | None = Field(
         default=None,
         description="More rows held out, in sets with a loss each: NAME=SOURCE, such as medical=medical.jsonl; several "
         "of one name are one set. Without eval_data and eval_fraction, eval_loss is that of all sets together.",
@@ -218,7 +219,7 @@ class TrainConfig(CommandConfig):
         "every layer), layerwise (each keeps its own consecutive layers, and micro-batches flow through), streaming "
         "(replicas with offload.weights auto, where that is none), or auto, which is fsdp.",
     )
-    devices: DeviceNumbers | None = Field(
+    devices: Indices | None = Field(
         default=None, description="The numbers of the devices to use, in the mesh's order; all where not given."
     )
     mesh: MeshConfig = MeshConfig()

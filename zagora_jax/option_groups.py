@@ -34,13 +34,17 @@ Numbers = Annotated[
     Field(min_length=1),
     BeforeValidator(_to_list, json_schema_input_type=float | list[float]),
 ]
-DeviceNumbers = Annotated[
+Indices = Annotated[
     list[Annotated[int, Field(ge=0)]],
     Field(min_length=1),
     BeforeValidator(_to_list, json_schema_input_type=int | list[int]),
 ]
 Trackers = Annotated[
     list[Literal["tensorboard", "wandb", "trackio"]],
+    BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
+]
+Texts = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
     BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
 ]
 Quantization = Literal["nf4", "hqq", "int8", "none"]
@@ -95,7 +99,7 @@ class LoraConfig(Options):
         description="The modules that get an adapter: all-linear (every linear one but lm_head), a list of names as "
         "they end (q_proj,v_proj; embed_tokens and lm_head too), or one regular expression that matches whole names.",
     )
-    modules_to_save: list[str] | None = Field(
+    modules_to_save: Texts | None = Field(
         default=None,
         description="Tables and norms that are trained in full, beside the adapters, by how their names end: "
         "embed_tokens, lm_head, norm (all of them), input_layernorm, ... Where the output head is the embedding, both "
@@ -112,15 +116,15 @@ class LoraConfig(Options):
         description="What adapters begin as: nothing (default), the principal part of the weights, which is taken out "
         "of them (pissa), or that of what quantisation loses (loftq).",
     )
-    rank_pattern: list[str] | None = Field(
+    rank_pattern: Texts | None = Field(
         default=None,
         description="Other ranks for some modules, as NAME=RANK; a NAME is a regular expression for the end of a "
         "module's name, such as down_proj or layers.0.mlp.up_proj, and the first that fits counts.",
     )
-    alpha_pattern: list[str] | None = Field(
+    alpha_pattern: Texts | None = Field(
         default=None, description="Other alphas for some modules, as NAME=ALPHA, like rank_pattern."
     )
-    layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+    layers: Indices | None = Field(
         default=None,
         description="The numbers of the layers that get adapters, from 0; all where not given. Not with targets that "
         "are one regular expression, which can choose layers itself.",
@@ -275,7 +279,7 @@ class EarlyStoppingConfig(Options):
 class SamplesConfig(Options):
     """What the model in training is asked now and then."""
 
-    prompts: list[Annotated[str, Field(min_length=1)]] | None = Field(
+    prompts: Texts | None = Field(
         default=None,
         description="Prompts to answer before the first step and after the last; for samples.jsonl and report.html.",
     )

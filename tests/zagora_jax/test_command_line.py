@@ -97,6 +97,18 @@ def test_adapter_targets(text, targets):
     assert parse(TrainConfig, [*BASE, "--lora.targets", text]).lora.targets == targets
 
 
+def test_an_option_that_takes_a_list_takes_one_value_too():
+    for option, text, expected in (
+        ("modules_to_save", "embed_tokens", ["embed_tokens"]),
+        ("rank_pattern", "down_proj=2", ["down_proj=2"]),
+        ("alpha_pattern", "down_proj=2.5", ["down_proj=2.5"]),
+        ("layers", "3", [3]),
+        ("layers", "3,4", [3, 4]),
+    ):
+        assert getattr(parse(TrainConfig, [*BASE, f"--lora.{option}", text]).lora, option) == expected
+    assert parse(TrainConfig, [*BASE, "--eval-sets", "a=b.jsonl"]).eval_sets == ["a=b.jsonl"]
+
+
 def test_texts_are_taken_as_they_are():
     for prompt in ["a, b: c", "[x]", "'q'", "yes", "12", "-x", "#"]:
         assert parse(GenerateConfig, ["runs/x", "--prompt", prompt]).prompt == prompt
