@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import CommandConfig
 from zagora_jax.options import C, Given, Option, build, fields_of, nearest, options_of, written
+from zagora_jax.plain_yaml import PlainLoader
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(PlainLoader):
     """Reads plain scalars as YAML 1.2 does: 1e-4 is a number, `no` and `010` are not a boolean and an octal number."""
 
 

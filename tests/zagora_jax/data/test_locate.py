@@ -261,9 +261,11 @@ def test_a_data_set_of_the_hub_by_its_card(fake_hub):
     (folder / "README.md").write_text(CARD.format(more=other + "  default: true\n"))
     touch(folder, "other/c.jsonl")
     assert names("o/n") == ["c.jsonl"]
-    (folder / "README.md").write_text("---\nconfigs: [\n---\n")
-    with pytest.raises(UserError, match=r"o/n: README\.md: its metadata is no YAML"):
-        locate("o/n")
+    bomb = "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" if n else "a0: &a0 [x]" for n in range(40))
+    for card in ("configs: [", f"configs: {'[' * 5000}", f"{bomb}\nconfigs: [data_files: *a39]"):
+        (folder / "README.md").write_text(f"---\n{card}\n---\n")
+        with pytest.raises(UserError, match=r"o/n: README\.md: its metadata is no YAML"):
+            locate("o/n")
 
 
 def test_a_hub_out_of_reach_leaves_what_is_in_the_cache(fake_hub, caplog):
