@@ -9,6 +9,7 @@ import numpy as np
 
 from models.parameters import split
 from sharding.mesh import rows_divisor
+from zagora_jax.adapter import open_adapter, with_adapters_options
 from zagora_jax.arrange import arrange
 from zagora_jax.base import open_base
 from zagora_jax.config import TrainConfig
@@ -25,6 +26,7 @@ from zagora_jax.tuned import open_tuned
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CHUNK_PAIRS = 1024  # whose scores for all passages exist at a time
 ROWS = 64  # texts that a device computes together, where training has fewer
 
 
@@ -61,7 +63,7 @@ class TextEmbedder:
 def open_embedder(
     config: TrainConfig, run: Path | None, reporter: Reporter, checkpoint: int | None = None
 ) -> TextEmbedder:
-    """Put the model of a run, or else the base model of `config`, on the devices of `config`.
+    """Put the model of a run, or else that which `config` begins with, on the devices of `config`.
 
     Of the run, the adapter of the checkpoint at step `checkpoint` is taken, or else the one in adapter/.
 
@@ -69,16 +71,17 @@ def open_embedder(
         UserError: it cannot be opened.
     """
     if run is None:
+        config = with_adapters_options(config)
         base = open_base(
             config.model,
             quantization=config.quantization,
             dtype=config.compute_dtype,
-            lora=None,
+            lora=None if config.adapter is None else config.lora,
             embeddings=config.embeddings,
             seed=config.seed,
             quantized_cache=config.quantized_folder,
         )
-        adapters = split(base.model)[2]
+        adapters = split(base.model)[2] if config.adapter is None else open_adapter(config.adapter, base.model)
     else:
         tuned = open_tuned(run, checkpoint)
         base, adapters = tuned.base, tuned.adapters
@@ -140,18 +143,21 @@ def mine(
             f"{count}"
         )
     places = {text: place for place, text in enumerate(passages)}
-    asked = list(right)
-    vectors, questions = embedder.passages(passages), embedder.queries(asked)
-    found: dict[str, list[tuple[float, str]]] = {}
-    for query, vector in zip(asked, questions, strict=True):
-        scores = vectors @ vector
-        wrong = [place for place in np.argsort(-scores, kind="stable") if passages[place] not in right[query]]
-        found[query] = [(float(scores[place]), passages[place]) for place in wrong]
-    scores_of = dict(zip(asked, questions, strict=True))
-    rows = []
-    for pair in pairs:
-        limit = ceiling * float(vectors[places[pair.positive]] @ scores_of[pair.query])
-        below = [text for score, text in found[pair.query] if score <= limit]
-        above = [text for score, text in reversed(found[pair.query]) if score > limit]  # those that least exceed it
-        rows.append({"query": pair.query, "positive": pair.positive, "negatives": (below + above)[:count]})
+    vectors = embedder.passages(passages)
+    rows: list[dict[str, Any]] = []
+    for start in range(0, len(pairs), CHUNK_PAIRS):
+        chunk = pairs[start : start + CHUNK_PAIRS]
+        for pair, scores in zip(chunk, embedder.queries([pair.query for pair in chunk]) @ vectors.T, strict=True):
+            limit = ceiling * float(scores[places[pair.positive]])
+            chosen = hardest(scores, [places[text] for text in right[pair.query]], limit, count)
+            negatives = [passages[place] for place in chosen]
+            rows.append({"query": pair.query, "positive": pair.positive, "negatives": negatives})
     return rows
+
+
+def hardest(scores: np.ndarray, right: list[int], limit: float, count: int) -> np.ndarray:
+    """Return the places of the `count` highest scores [P] up to `limit`; where they are fewer, the lowest above too."""
+    wrong = np.delete(np.arange(len(scores)), right)
+    below, above = wrong[scores[wrong] <= limit], wrong[scores[wrong] > limit]
+    order = np.concatenate([below[np.argsort(-scores[below], kind="stable")], above[np.argsort(scores[above])]])
+    return order[:count]

@@ -15,7 +15,6 @@ from zagora_jax.options import Given
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.retrieval import as_percent
 from zagora_jax.run_directory import RunDirectory
-from zagora_jax.sentence_transformers_folder import export_embedder
 from zagora_jax.trainer import TrainResult
 from zagora_jax.trainers import Trainer, constructed
 from zagora_jax.training_arguments import Arguments, merged
@@ -153,9 +152,9 @@ class EmbeddingTrainer(Trainer):
             overwrite: replace an earlier export.
         """
         self._require_run("export")
-        config = RunDirectory(self.run_directory).read_config().model_copy(update={"output": self.run_directory})
-        base = base or ("original" if config.quantization == "none" else "dequantized")
-        return export_embedder(config, Path(to), self._reporter, base=base, overwrite=overwrite)
+        quantization = RunDirectory(self.run_directory).read_config().quantization
+        base = base or ("original" if quantization == "none" else "dequantized")
+        return self._export(to, format="merged", base=base, overwrite=overwrite)
 
     def _train(self, given: Mapping[str, Given]) -> TrainResult:
         self._embedder = None  # whose weights the training has no room for

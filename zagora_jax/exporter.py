@@ -27,6 +27,7 @@ from zagora_jax.model_card import adapter_card, merged_card
 from zagora_jax.reporting.progress import Reporter
 from zagora_jax.reporting.sensors import GIB
 from zagora_jax.run_directory import RunDirectory
+from zagora_jax.sentence_transformers_folder import write_modules
 from zagora_jax.tuned import require_same_base, saved_adapter, with_initial_adapter
 
 # Files that describe the weights, and so do not belong beside an adapter alone.
@@ -89,6 +90,8 @@ def export(config: ExportConfig, reporter: Reporter | None = None) -> ExportResu
     with export_directory(config.to, overwrite=config.overwrite) as directory:
         if config.format == "merged":
             report, checks = _write_merged(directory, config, source, reporter)
+            if source.config.retrieval.pooling != "none":
+                write_modules(directory, source.config)
         else:
             report, checks = None, _write_adapter_alone(directory, config, source)
         files = tuple(sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()))

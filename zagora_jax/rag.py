@@ -1,7 +1,8 @@
 """Retrieval-augmented generation: passages that an embedder finds, and answers by a generator that says whence.
 
 The generator is a language model that `DistributedTrainer` tunes on `grounded_rows`: a question with numbered passages,
-and an answer that ends with the number of the passage that it is from, as in [2].
+and an answer that begins with the number of the passage that it is from, as in [2]: the choice of a passage comes
+before the words that are from there, so that the two agree.
 """
 
 import re
@@ -14,10 +15,11 @@ import numpy as np
 from zagora_jax.errors import UserError
 
 INSTRUCTION = (
-    "Answer the question by the passages below. End the answer with the number of the passage that it is from, as in "
+    "Answer the question by the passages below. Begin the answer with the number of the passage that it is from, as in "
     "[1]. If none of them has the answer, say: {no_answer}"
 )
 NO_ANSWER = "The passages do not say."
+CHUNK_QUESTIONS = 256  # whose scores for all passages exist at a time
 _CITATION = re.compile(r"\[(\d+)\]")
 
 
@@ -58,8 +60,12 @@ class PassageIndex:
         """
         if not 1 <= count <= len(self.passages):
             raise UserError(f"passages to find: expected 1 to {len(self.passages)}, found {count}")
-        scores = self._embed(questions, query=True) @ self._vectors.T  # [Q, P]
-        return np.argsort(-scores, axis=1, kind="stable")[:, :count].tolist()
+        found: list[list[int]] = []
+        for start in range(0, len(questions), CHUNK_QUESTIONS):
+            chunk = questions[start : start + CHUNK_QUESTIONS]
+            scores = self._embed(chunk, query=True) @ self._vectors.T  # [q, P]
+            found += np.argsort(-scores, axis=1, kind="stable")[:, :count].tolist()
+        return found
 
 
 def grounded_prompt(question: str, passages: Sequence[str]) -> str:
@@ -108,7 +114,7 @@ def grounded_rows(
         has_answer = random.random() >= unanswerable or not others
         shown = [*others[: count - 1], right] if has_answer else others[:count]
         random.shuffle(shown)
-        answer = f"{example['answer']} [{shown.index(right) + 1}]" if has_answer else NO_ANSWER
+        answer = f"[{shown.index(right) + 1}] {example['answer']}" if has_answer else NO_ANSWER
         prompt = grounded_prompt(example["question"], [index.passages[place] for place in shown])
         rows.append({"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]})
     return rows

@@ -1,34 +1,22 @@
-"""Embedders as folders that sentence-transformers loads: a Hugging Face model, and how its hidden states are pooled."""
+"""What sentence-transformers needs beside a Hugging Face model to load it: how hidden states are pooled."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from zagora_jax.checkpoints.atomic import write_bytes
 from zagora_jax.checkpoints.json_files import read_json_object
-from zagora_jax.config import ExportConfig, TrainConfig
-from zagora_jax.exporter import export
-from zagora_jax.options import Given, build
-from zagora_jax.reporting.progress import Reporter
+from zagora_jax.config import TrainConfig
 
 _MODULE = "sentence_transformers.models"
 
 
-def export_embedder(config: TrainConfig, to: Path, reporter: Reporter, *, base: str, overwrite: bool) -> Path:
-    """Merge the adapter of a run into its base model, and add what sentence-transformers needs to know.
-
-    Raises:
-        UserError: see `zagora_jax.exporter.export`.
-    """
-    given = {"run": config.output, "to": to, "base": base, "overwrite": overwrite}
-    options = build(ExportConfig, {name: Given(value, f"export: {name}") for name, value in given.items()})
-    folder = export(options, reporter).directory
-    size = read_json_object(folder / "config.json")["hidden_size"]
+def write_modules(directory: Path, config: TrainConfig) -> None:
+    """Write it beside the model in `directory`, which nobody reads yet."""
+    size = read_json_object(directory / "config.json")["hidden_size"]
     for name, content in files(config, size).items():
-        path = folder / name
+        path = directory / name
         path.parent.mkdir(exist_ok=True)
-        write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
-    return folder
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def files(config: TrainConfig, size: int) -> dict[str, Any]:

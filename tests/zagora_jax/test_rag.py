@@ -45,10 +45,10 @@ def test_answers_name_the_passage_that_they_are_from(index):
     for example, row in zip(EXAMPLES, rows, strict=True):
         passages = dict(shown(row))
         assert len(passages) == 3
-        answer = re.fullmatch(r"(.*) \[(\d)\]", row["messages"][1]["content"])
-        assert (answer[1], passages[answer[2]]) == (example["answer"], example["passage"])
+        answer = re.fullmatch(r"\[(\d)\] (.*)", row["messages"][1]["content"])
+        assert (answer[2], passages[answer[1]]) == (example["answer"], example["passage"])
         assert row["messages"][0]["content"].endswith(f"Question: {example['question']}")
-    assert len({row["messages"][1]["content"][-3:] for row in rows}) > 1  # the place says nothing
+    assert len({row["messages"][1]["content"][:3] for row in rows}) > 1  # the place says nothing
     assert rows == grounded_rows(EXAMPLES, index, 3, unanswerable=0)
     assert rows != grounded_rows(EXAMPLES, index, 3, unanswerable=0, seed=1)
 
@@ -86,10 +86,10 @@ def test_questions_are_answered_with_what_they_are_from(index):
 
     def generate(given, *, max_new_tokens):
         prompts.extend(given)
-        return ["the second [1]. [7] [1]", "nobody knows"]
+        return ["[1] the second. [7] [1]", "nobody knows"]
 
     first, second = Rag(index, generate, 2).ask(["beta ?", "horns ?"], max_new_tokens=5)
-    assert (first.text, first.cited) == ("the second .", (PASSAGES[1],))
+    assert (first.text, first.cited) == ("the second.", (PASSAGES[1],))
     assert first.found[0] == PASSAGES[1]
     assert (second.text, second.cited) == ("nobody knows", ())
     # As in training.

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zagora_jax.checkpoints.atomic import write_bytes
+from zagora_jax.checkpoints.atomic import fsync_directory
 from zagora_jax.data.splits import TRAIN
 from zagora_jax.errors import UserError
 
@@ -45,12 +47,27 @@ def sources_of(dataset: Dataset, folder: Path, name: str, split: str = TRAIN) ->
     items = chain([first], items)
     if isinstance(first, str | Path):
         return [_source(item, number, name) for number, item in enumerate(items, start=1)]
-    content = "".join(_lines(items, name)).encode()
-    file = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"  # no other rows' file is overwritten
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(file, content)
-    return [str(file)]
+    return [str(_written(items, folder, name))]
+
+
+def _written(rows: Iterator[Any], folder: Path, name: str) -> Path:
+    """Write rows to a file whose name is a hash of them, so that no other rows' file is overwritten."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digest, temporary = hashlib.sha256(), folder / f".{name}.{secrets.token_hex(6)}.tmp"
+    try:
+        with temporary.open("xb") as file:
+            for line in _lines(rows, name):
+                file.write(encoded := line.encode())
+                digest.update(encoded)
+            file.flush()
+            os.fsync(file.fileno())
+        final = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+        os.replace(temporary, final)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(folder)
+    return final
 
 
 def _unformatted(dataset: Any) -> Any:
