@@ -94,14 +94,14 @@ def main() -> None:
         PlannedModel(base, arguments.model, arguments.model, LoraConfig()), machine, "analytic", print
     )
     results = []
+    RESULTS.parent.mkdir(exist_ok=True)
     for name, settings in CASES[arguments.gpus].items():
         if any(part in name for part in arguments.only):
             common = {"sequence_length": arguments.sequence_length, "gradient_accumulation_steps": 1}
             results.append(compare(name, common | settings, evaluator, arguments.max_steps))
             print(json.dumps(results[-1]), flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.writelines(json.dumps(result) + "\n" for result in results)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(results[-1]) + "\n")
     print(table(results))
 
 

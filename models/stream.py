@@ -330,13 +330,16 @@ def _backward(loop: StreamedLoop, kept: Any, gradient: jax.Array) -> tuple[jax.A
     def group(turn: jax.Array, carry: tuple) -> tuple:
         gradient, gradients, ahead = carry
         number = order.groups - 1 - turn
+        before = None  # the gradient with which the layer before began
         for place, is_streamed, of_groups in reversed(
             list(zip(_places(order, number), order.kinds, inputs.of_groups, strict=True))
         ):
-            brought = None
+            # One layer ahead, and not all that a turn needs at its beginning.
+            stack = of_groups if before is None else lax.optimization_barrier((of_groups, before))[0]
+            x, before, brought = _take_back(loop, stack, number), gradient, None
             if is_streamed:
                 brought, ahead, gradient = _bring_ahead(loop, waiting, ahead, place.of_kind - 1, gradient)
-            gradient, of_layer = gradients_of(_take_back(loop, of_groups, number), gradient, place, brought)
+            gradient, of_layer = gradients_of(x, gradient, place, brought)
             gradients = _put(gradients, of_layer, place.layer)
         return (gradient, gradients, ahead), None
 

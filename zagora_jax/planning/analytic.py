@@ -40,8 +40,9 @@ STREAMED_LAYERS = 2
 # adds those of a micro-batch to those before.
 STREAMED_INTERMEDIATES, STREAMED_HIDDENS, STREAMED_TOGETHER = 5.7, 7.0, 3.13
 STREAMED_GRADIENTS, STAGE_GRADIENTS = 0.85, 1.8
-# Layer inputs that come from host memory ahead of their turn, where resident layers stand between the streamed ones.
-STAGE_INPUTS = 3
+# Layer inputs on their way to or from host memory, where resident layers stand between the streamed ones: of a
+# micro-batch, or of all that are together.
+STAGE_INPUTS, INPUTS_TOGETHER = 3, 4
 TURNING_HIDDENS, TURNING_LOGITS = 6.9, 3.0  # the same where the loss is computed, and the logits of a piece of it
 
 
@@ -134,10 +135,12 @@ def _streamed_workspace(
         _width(config) * max(tokens * activations, WEIGHTS * hidden * model.intermediate_size),
         _attention_workspace(config, model, kernel),
     )
+    on_their_way = config.offload.activations and stream.resident > 0
     if mesh["stage"] > 1:
-        ahead = config.offload.activations and not is_last and stream.resident > 0
-        return STAGE_GRADIENTS * lora + layer + ahead * STAGE_INPUTS * _width(config) * tokens * hidden
-    together = STREAMED_TOGETHER * hiddens if config.gradient_accumulation_steps > 1 else 0
+        inputs = STAGE_INPUTS * hiddens if on_their_way and not is_last else 0
+        return STAGE_GRADIENTS * lora + layer + inputs
+    several = config.gradient_accumulation_steps > 1
+    together = several * (STREAMED_TOGETHER + on_their_way * INPUTS_TOGETHER) * hiddens
     logits = 4 * min(CHUNK_TOKENS, tokens) * model.vocab_size / mesh["fsdp"]
     turning = lora + TURNING_HIDDENS * hiddens + TURNING_LOGITS * logits
     return max(STREAMED_GRADIENTS * lora + layer + together, turning)

@@ -46,6 +46,21 @@ def test_measured_runs_of_this_trainer_within_20_percent(name, count, settings, 
     assert estimate.tokens_per_second == pytest.approx(measured, rel=0.20)
 
 
+STAGES = {"strategy": "layerwise", "mesh.stage": 2, "layers": [16, 16], "one_program": True}
+REPLICAS = {"mesh.data": 2, "gradient_compression": "int8"}
+
+
+# benchmarks/README.md: 8 micro-batches of 1 x 4096 tokens.
+@pytest.mark.parametrize(
+    ("settings", "measured"),
+    [({}, 14148), (REPLICAS, 27957), ({"mesh.tensor": 2}, 21376), (STAGES, 17667)],
+)
+def test_measured_runs_of_two_gpus_within_20_percent(settings, measured):
+    shape = {"sequence_length": 4096, "gradient_accumulation_steps": 8, "remat": "none", "mesh.fsdp": 1}
+    estimate = estimated("llama-3-8b", "h200", 2 if settings else 1, "nvlink", **shape | settings)
+    assert estimate.tokens_per_second == pytest.approx(measured, rel=0.20)
+
+
 # docs/streaming.md: tokens/s of 70B on one H200 with 8-bit AdamW: rows, micro-batches and tokens a row.
 @pytest.mark.parametrize(
     ("rows", "times", "tokens", "streamed", "measured"),
@@ -55,6 +70,7 @@ def test_measured_runs_of_this_trainer_within_20_percent(name, count, settings, 
         (1, 2, 8192, 0, 1336),
         (4, 2, 2048, 76, 1419),
         (4, 2, 2048, 56, 1420),
+        (4, 2, 2048, 54, 1402),
         (2, 2, 4096, 76, 1372),
         (1, 2, 8192, 76, 1291),
     ],
