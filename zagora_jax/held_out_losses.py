@@ -1,5 +1,6 @@
 """The losses on held-out rows that a run has had: which step was the best, and whether better ones may be hoped for."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,18 +34,18 @@ class HeldOutLosses:
         self._options = options
         self.best: Best | None = None
         self.stop: str | None = None
-        self._lowest = float("inf")  # that later losses must be below
+        self._lowest = math.inf  # that later losses must be below
         self._in_vain = 0
         for metrics in before:
             self.after(metrics, may_be_best=metrics["step"] in saved)
 
     def after(self, metrics: Mapping[str, Any], *, may_be_best: bool = True) -> bool:
         """Take note of a step; returns whether it is the best so far."""
-        loss = metrics.get(LOSS)
-        if loss is None:
+        if LOSS not in metrics:
             return False
+        loss = math.nan if metrics[LOSS] is None else metrics[LOSS]  # as metrics.jsonl has what is not finite
         self._count(loss)
-        if not may_be_best or (self.best is not None and loss >= self.best.loss):
+        if not may_be_best or not loss < (math.inf if self.best is None else self.best.loss):
             return False
         self.best = Best(int(metrics["step"]), loss)
         return True

@@ -45,6 +45,18 @@ def test_the_best_is_the_lowest_and_of_equal_ones_the_first():
     assert watched.best == Best(3, 2.9)
 
 
+def test_a_loss_that_is_not_finite_is_no_best_and_counts_when_read_back_too():
+    for not_finite in (float("nan"), None):
+        watched = HeldOutLosses(EarlyStoppingConfig(patience=2))
+        found = [watched.after({"step": step, "eval_loss": loss}) for step, loss in enumerate([3, not_finite, 3.5], 1)]
+        assert found == [True, False, False]
+        assert watched.best == Best(1, 3)
+        assert watched.stop is not None
+    first = HeldOutLosses(EarlyStoppingConfig())
+    assert not first.after({"step": 1, "eval_loss": float("nan")})
+    assert first.after({"step": 2, "eval_loss": 3.0})
+
+
 def test_only_what_is_saved_can_be_the_best_but_all_counts():
     watched = HeldOutLosses(EarlyStoppingConfig(patience=2), lines(3, 1, 2), saved={1, 3})
     assert watched.best == Best(3, 2)
