@@ -85,7 +85,12 @@ class RunDirectory:
             raise UserError(f"{self.path}: not a run directory (no config.yaml); give the --output of a training run")
 
     def require_free(self) -> None:
-        """Refuse a directory in which a new run would mix with another's steps."""
+        """Refuse a directory in which a new run would mix with another's steps, or that cannot be made."""
+        whole = self.path.absolute()
+        place = next(path for path in (whole, *whole.parents) if path.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            what = "may not be written to" if place.is_dir() else "is a file"
+            raise UserError(f"--output {self.path}: cannot be made: {place} {what}; give another --output")
         for taken in (self.metrics, self.checkpoints, self.adapter):
             if taken.exists():
                 raise UserError(

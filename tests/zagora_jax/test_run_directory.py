@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from runs import tiny_config
@@ -100,6 +101,17 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UserError, match=f"--output {path}: cannot be made: "):
             RunDirectory(path).create()
+
+
+@pytest.mark.parametrize("output", ["taken", "taken/run"])
+def test_a_directory_that_cannot_be_made_is_known_ahead(tmp_path, monkeypatch, output):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(UserError, match=rf"--output {tmp_path}/{output}: cannot be made: {tmp_path}/taken is a file"):
+        RunDirectory(tmp_path / output).require_free()
+    RunDirectory(tmp_path / "some" / "run").require_free()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match=rf"cannot be made: {tmp_path} may not be written to; give another --output"):
+        RunDirectory(tmp_path / "some" / "run").require_free()
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "adapter"])
