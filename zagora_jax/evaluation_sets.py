@@ -108,7 +108,7 @@ def _pairs(
     pairs, length = held_out_pairs(config, sources), config.sequence_length
     rows = retrieval_set(pairs, (), base.tokenizer(), config.retrieval, length)
     reporter.say(f"eval data: {len(rows.queries):,} queries, {len(rows.passages):,} passages to search")
-    group = 2 + config.retrieval.hard_negatives
+    group = config.retrieval.texts_of_a_pair
     return HeldOutPairs(rows, config.retrieval, config.micro_batch_size * replicas * group, length)
 
 

@@ -264,6 +264,11 @@ class RetrievalConfig(Options):
     query_prefix: str = Field(default="", description="What is put before each query, such as 'query: '.")
     passage_prefix: str = Field(default="", description="What is put before each passage.")
 
+    @property
+    def texts_of_a_pair(self) -> int:
+        """How many sequences stand for a row: its query, its passage and its negatives; 1 of a language model's."""
+        return 1 if self.pooling == "none" else 2 + self.hard_negatives
+
 
 class EarlyStoppingConfig(Options):
     """When a run ends before its last step."""

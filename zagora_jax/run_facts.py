@@ -37,8 +37,7 @@ def run_facts(
     names = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
     stages, times = arrangement.mesh.shape["stage"], config.gradient_accumulation_steps
     waiting = f", of which stages wait {idle_share(stages, times):.0%}" if stages > 1 else ""
-    pairs = config.retrieval
-    texts = "" if pairs.pooling == "none" else f"{2 + pairs.hard_negatives} texts x "
+    texts = "" if config.retrieval.pooling == "none" else f"{config.retrieval.texts_of_a_pair} texts x "
     return {
         "model": f"{base.name} ({total / 1e6:,.1f} M parameters)"
         + (", output head tied to the embedding" if base.model.config.tie_embeddings else "")

@@ -247,7 +247,9 @@ class _Run:
     def _settle(self) -> None:
         """Decide what stays on the devices, where that depends on them, and on how long sequences are."""
         mesh = self.arrangement.mesh
-        settled = settle_streaming(self._config_as_run, self.base, mesh, self.reporter.say)
+        sequences = self.config.micro_batch_size * self.config.retrieval.texts_of_a_pair
+        settled = self._config_as_run.model_copy(update={"micro_batch_size": sequences})
+        settled = settle_streaming(settled, self.base, mesh, self.reporter.say)
         settled = settle_source(settled, self.base, mesh, self.reporter.say)
         settled = settle_form(settled, self.base, mesh, self.reporter.say)
         settled = settle_remat(settled, self.base, mesh, self.reporter.say)

@@ -161,7 +161,7 @@ def pair_batches(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, replic
         UserError: something is wrong with the rows.
     """
     pairs, options = training_pairs(config), config.retrieval
-    group = 2 + options.hard_negatives
+    group = options.texts_of_a_pair
     texts = (text for pair in pairs for text in _texts(pair, options))
     locations = (pair.location for pair in pairs for _ in range(group))
     examples = Examples.of(
