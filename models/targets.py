@@ -1,14 +1,16 @@
 """Which linear modules get an adapter, by the rules of PEFT's `target_modules`."""
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+
+import regex  # as re, but with an end to expressions that would take for ever
 
 Value = TypeVar("Value")
 
 ALL_LINEAR = "all-linear"
 TABLES = ("lm_head", "embed_tokens")
+MATCHING = 1.0  # seconds that an expression may take for a name; usual ones take microseconds
 
 
 def lora_targets(targets: str | Sequence[str], module_names: Sequence[str]) -> list[str]:
@@ -44,9 +46,12 @@ def value_of_module(patterns: Mapping[str, Value], module: str, default: Value) 
     """Return what the first pattern that fits a module says, by the rules of PEFT's `rank_pattern`.
 
     A pattern is a regular expression for the end of the module's name after a dot, or for the whole name.
+
+    Raises:
+        ValueError: A pattern is no regular expression, or takes too long.
     """
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _is_matched(rf"(.*\.)?({pattern})", module, pattern):
             return value
     return default
 
@@ -54,11 +59,7 @@ def value_of_module(patterns: Mapping[str, Value], module: str, default: Value) 
 def _chosen_by_expression(expression: str, module_names: Sequence[str]) -> list[str]:
     if expression.lower() == ALL_LINEAR:
         return [name for name in module_names if not any(_ends_with(name, table) for table in TABLES)]
-    try:
-        pattern = re.compile(expression)
-    except re.error as error:
-        raise ValueError(f"LoRA target {expression!r} is not a regular expression: {error}") from None
-    chosen = [name for name in module_names if pattern.fullmatch(name)]
+    chosen = [name for name in module_names if _is_matched(expression, name, expression)]
     if not chosen and any(_ends_with(name, expression) for name in module_names):
         raise ValueError(
             f"LoRA target {expression!r} is a string, so a regular expression for the whole name, such as "
@@ -69,6 +70,18 @@ def _chosen_by_expression(expression: str, module_names: Sequence[str]) -> list[
             f"LoRA target {expression!r} matches no whole name of a linear module; {_advice(expression, module_names)}"
         )
     return chosen
+
+
+def _is_matched(pattern: str, name: str, given: str) -> bool:
+    """Whether a regular expression, which was `given` so, matches a whole name."""
+    try:
+        return regex.fullmatch(pattern, name, timeout=MATCHING) is not None
+    except regex.error as error:
+        raise ValueError(f"LoRA target {given!r} is not a regular expression: {error}") from None
+    except TimeoutError:
+        raise ValueError(
+            f"LoRA target {given!r} takes more than {MATCHING:g} s to match {name!r}; write a simpler expression"
+        ) from None
 
 
 def _ends_with(name: str, target: str) -> bool:

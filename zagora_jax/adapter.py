@@ -9,6 +9,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from pydantic import ValidationError
 
 from models.llama import HEAD, Llama, linear_modules, table_modules
 from models.lora import MAGNITUDE
@@ -17,6 +18,7 @@ from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapt
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
+from zagora_jax.options import in_words
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -213,8 +215,8 @@ def with_adapters_options(config: Config) -> Config:
             layers=None if found.layers_to_transform is None else list(found.layers_to_transform),
             modules_to_save=None if found.modules_to_save is None else list(found.modules_to_save),
         )
-    except ValueError as error:
-        raise UserError(f"{config.adapter}: adapter_config.json: {error}") from error
+    except ValidationError as error:
+        raise UserError(f"{config.adapter}: adapter_config.json: {in_words(error)}") from error
     for name in sorted(config.lora.model_fields_set - {"dropout"}):
         given, own = getattr(config.lora, name), getattr(options, name)
         if (sorted(given) if isinstance(given, list) else given) != (sorted(own) if isinstance(own, list) else own):

@@ -135,6 +135,14 @@ def build(config_class: type[C], given: Mapping[str, Given]) -> C:
         raise UserError("\n".join(_complaints(config_class, error, given))) from None
 
 
+def in_words(error: ValidationError) -> str:
+    """Say what was expected of each wrong field of a group, and what was found."""
+    return "; ".join(
+        f"{'.'.join(map(str, details['loc']))}: expected {_expectation(details)}, found {written(details['input'])}"
+        for details in error.errors(include_url=False)
+    )
+
+
 def written(value: Any) -> str:
     """Write a value for a message, as it could stand in YAML."""
     return json.dumps(value, default=str, ensure_ascii=False)

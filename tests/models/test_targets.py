@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.targets import lora_targets
+from models.targets import lora_targets, value_of_module
 
 PROJECTIONS = [
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
@@ -78,6 +78,15 @@ def test_all_linear_in_any_case_is_no_expression():
 def test_targets_that_match_nothing_are_refused(targets, message):
     with pytest.raises(ValueError, match=message):
         lora_targets(targets, MODULES)
+
+
+def test_expressions_that_would_take_for_ever_are_refused(monkeypatch):
+    monkeypatch.setattr("models.targets.MATCHING", 0.1)
+    endless = "(?:(?:.|..)+)+[A-Z]"
+    with pytest.raises(ValueError, match=r"takes more than 0\.1 s to match .*; write a simpler expression"):
+        lora_targets(endless, MODULES)
+    with pytest.raises(ValueError, match=r"takes more than 0\.1 s"):
+        value_of_module({endless: 3}, "model.layers.10.self_attn.q_proj", 1)
 
 
 def test_the_model_of_nothing():

@@ -235,6 +235,22 @@ def test_an_adapters_own_settings_become_the_options(tmp_path, model, variant):
         with_adapters_options(continued(model, adapter, rank=5))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_alpha": -1}, "adapter_config.json: alpha: expected at least 1, found -1$"),
+        ({"target_modules": "("}, 'adapter_config.json: targets: expected a regular expression .*, found "\\("$'),
+    ],
+)
+def test_an_adapters_own_settings_are_refused_in_plain_words(tmp_path, model, changes, message):
+    variant = next(iter(VARIANTS))
+    adapter = written(tmp_path / "adapter", opened(model, lora_of(variant)), lora_of(variant))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=message):
+        with_adapters_options(continued(model, adapter))
+
+
 def test_training_goes_on_from_an_adapter(tmp_path):
     import runs
 
