@@ -41,8 +41,8 @@ class Reporter:
         self.console.print(table)
 
     def say(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, markup=False)
+        """Print one line, however long: in a file it is not broken."""
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table."""
