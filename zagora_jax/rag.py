@@ -82,18 +82,18 @@ def grounded_rows(
     unanswerable: float = 0.1,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Make rows to train a generator on: what the embedder finds for a question, in any order, and the answer.
+    """Make rows to train a generator on: what the embedder finds for a question, the nearest first, and the answer.
 
-    Where the embedder has missed the right passage, that takes the place of the last one found. In the part
-    `unanswerable` of the rows, chosen by the seed, it is left out, and the answer is NO_ANSWER (RAFT,
-    arXiv:2403.10131).
+    So a generator learns how far the first one is to be trusted: `Rag` shows them in the same order. Where the
+    embedder has missed the right passage, that takes the place of the last one found. In the part `unanswerable` of
+    the rows, chosen by the seed, it is left out, and the answer is NO_ANSWER (RAFT, arXiv:2403.10131).
 
     Args:
         examples: {question, answer, passage}; the passage is one of the index's.
         index: what is searched.
         count: passages in a row.
         unanswerable: see above.
-        seed: of the order of passages, and of what is left out.
+        seed: of what is left out.
 
     Returns:
         Rows {messages}.
@@ -112,8 +112,9 @@ def grounded_rows(
         right = places[example["passage"]]
         others = [place for place in numbers if place != right]
         has_answer = random.random() >= unanswerable or not others
-        shown = [*others[: count - 1], right] if has_answer else others[:count]
-        random.shuffle(shown)
+        shown = numbers[:count] if has_answer else others[:count]
+        if has_answer and right not in shown:
+            shown = [*shown[:-1], right]
         answer = f"[{shown.index(right) + 1}] {example['answer']}" if has_answer else NO_ANSWER
         prompt = grounded_prompt(example["question"], [index.passages[place] for place in shown])
         rows.append({"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]})
