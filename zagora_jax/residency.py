@@ -81,8 +81,8 @@ def settle_form(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[
 def settle_remat(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:
     """Replace remat "auto" by what computes least again of what the devices of a mesh have room for.
 
-    Steps are compiled for these devices, the one that keeps most first; an estimate leaves out those that are far from
-    fitting. Where something waits in host memory, memory is short: then it is full, and so it is for stages, which
+    The step that keeps most comes first. Where an estimate leaves open whether it fits, it is compiled for these devices.
+    Where something waits in host memory, memory is short: then it is full, and so it is for stages, which
     choose their layers by what they need, and where a device's memory has no limit.
     """
     if config.remat != "auto":
@@ -97,11 +97,13 @@ def settle_remat(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable
         chosen = config.model_copy(update={"remat": remat})
         kernel = forward_options(chosen, base, mesh.devices.flat[0].platform).kernel
         estimates = estimate_memory(on_mesh(chosen, mesh), shapes, kernel, limit)
-        if max(estimate.peak for estimate in estimates) > limit * (1 + ERROR):
+        planned = max(estimate.peak for estimate in estimates)
+        if planned > limit * (1 + ERROR):
             continue
-        planned = max(compile_planned(chosen, mesh, base).planned_memory().values())
+        if planned * (1 + ERROR) > limit:
+            planned = max(compile_planned(chosen, mesh, base).planned_memory().values())
         if planned <= limit:
-            say(f"remat: {remat}, with {planned / GIB:.2f} of {limit / GIB:.2f} GiB a device")
+            say(f"remat: {remat}, with about {planned / GIB:.2f} of {limit / GIB:.2f} GiB a device")
             return chosen
     return full
 

@@ -81,10 +81,11 @@ def settle(monkeypatch):
 @pytest.mark.parametrize(
     ("limit", "chosen", "compiled"),
     [
-        (11, "none", ["none"]),
-        (9.8, "mlp", ["none", "mlp"]),  # the estimate may be a little wrong: the compiler decides
-        (9, "mlp", ["mlp"]),
-        (7, "attention", ["attention"]),
+        (11, "none", []),
+        (10.1, "none", ["none"]),  # the estimate may be a little wrong: the compiler decides
+        (9.8, "mlp", ["none"]),
+        (8.1, "mlp", ["mlp"]),
+        (7, "attention", []),
         (5, "full", []),
         (None, "full", []),
     ],
@@ -93,7 +94,7 @@ def test_the_device_gets_what_computes_least_again(settle, limit, chosen, compil
     remat, tried, said = settle(limit)
     assert (remat, tried) == (chosen, compiled)
     assert said == (
-        [] if chosen == "full" else [f"remat: {chosen}, with {NEEDED[chosen]:.2f} of {limit:.2f} GiB a device"]
+        [] if chosen == "full" else [f"remat: {chosen}, with about {NEEDED[chosen]:.2f} of {limit:.2f} GiB a device"]
     )
 
 
