@@ -81,8 +81,8 @@ def settle_form(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[
 def settle_remat(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:
     """Replace remat "auto" by what computes least again of what the devices of a mesh have room for.
 
-    The step that keeps most comes first. Where an estimate leaves open whether it fits, it is compiled for these devices.
-    Where something waits in host memory, memory is short: then it is full, and so it is for stages, which
+    The step that keeps most comes first. Where an estimate leaves open whether it fits, it is compiled for these
+    devices. Where something waits in host memory, memory is short: then it is full, and so it is for stages, which
     choose their layers by what they need, and where a device's memory has no limit.
     """
     if config.remat != "auto":
