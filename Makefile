@@ -44,7 +44,7 @@ clean:
 
 # A stamp is newer than pyproject.toml when its packages are installed. One pip call installs the product and its
 # oracles together, so that the pin of torch binds what peft and bitsandbytes bring.
-$(VENV)/test.stamp: EXTRAS := cpu,plan,test,oracle,lint,plot,tensorboard
+$(VENV)/test.stamp: EXTRAS := cpu,plan,test,oracle,lint,plot,tensorboard,notebook
 $(VENV)/demo.stamp: EXTRAS := cpu
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
 	@printf 'Installing zagora-jax[$(EXTRAS)] into $(VENV), once (a dot a package) '
