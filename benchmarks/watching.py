@@ -3,8 +3,8 @@
     python benchmarks/watching.py --model synthetic:llama-3-8b?layers=8 --sequence-length 512
 
 takes the options of `python -m zagora_jax.train`. Runs of 60 steps, saved at every tenth, in turns without any of it,
-with sensors, and with sensors and report.html. Without an NVIDIA driver the sensors are those of four cards that are not
-there, whose reading takes as long as NVML takes for PCIe traffic, 40 ms each.
+with sensors, and with sensors and report.html. Without an NVIDIA driver the sensors are those of four cards that are
+not there, whose reading takes as long as NVML takes for PCIe traffic, 40 ms each.
 """
 
 import json
