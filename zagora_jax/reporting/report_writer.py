@@ -1,8 +1,10 @@
 """Writes a run's report.html at every save, beside the training."""
 
+import json
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from zagora_jax.callbacks import Begin, Callback, End, Sampled, Saved
 from zagora_jax.checkpoints.atomic import write_bytes
@@ -33,6 +35,7 @@ class ReportWriter(Callback):
         """Take the directory, and write what is known before the first step."""
         self._view = RunView(event.run_directory)
         self._place = os.stat(event.run_directory)
+        self._samples = _earlier_samples(event.run_directory)
         self._begin_to_write("running")
 
     def on_sample(self, event: Sampled) -> None:
@@ -79,3 +82,15 @@ class ReportWriter(Callback):
             self.failures += 1
             if self.failures == 1:
                 self._say(f"warning: report.html could not be written: {type(error).__name__}: {error}")
+
+
+def _earlier_samples(run: Path) -> Samples:
+    """Return the first and the newest answers of a run that goes on; none where there are none that can be read."""
+    texts: dict[int, dict[str, str]] = {}
+    try:
+        for line in RunDirectory(run).samples.read_text("utf-8").splitlines():
+            entry = json.loads(line)
+            texts.setdefault(int(entry["step"]), {})[str(entry["prompt"])] = str(entry["text"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return Samples()
+    return Samples(texts[min(texts)], min(texts), texts[max(texts)], max(texts)) if texts else Samples()

@@ -232,3 +232,13 @@ def test_a_directory_that_was_replaced_gets_no_page(tmp_path):
     run.mkdir()
     writer.on_end(End(run, None, None))
     assert list(run.iterdir()) == []
+
+
+def test_a_run_that_goes_on_keeps_its_first_samples(tmp_path):
+    run = make_run(tmp_path / "run", steps=2)
+    lines = [{"step": step, "prompt": "Who?", "text": f"answer {step}"} for step in (0, 1, 2)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    writer = ReportWriter(print)
+    begin(writer, run)
+    page = (run / "report.html").read_text()
+    assert [f"answer {step}" in page for step in (0, 1, 2)] == [True, False, True]
