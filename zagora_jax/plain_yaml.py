@@ -24,3 +24,12 @@ class PlainLoader(yaml.SafeLoader):
             return super().compose_node(parent, index)
         finally:
             self._depth -= 1
+
+
+def read_plain(text: str) -> Any:
+    """Read one document.
+
+    Raises:
+        yaml.YAMLError: as `PlainLoader` does.
+    """
+    return PlainLoader(text).get_single_data()

@@ -14,7 +14,7 @@ from zagora_jax.data.files import SUFFIXES
 from zagora_jax.data.splits import TRAIN, choose_split, require_all_shards
 from zagora_jax.errors import UserError
 from zagora_jax.hub_errors import HUB_ERRORS, REFUSALS, as_user_error
-from zagora_jax.plain_yaml import PlainLoader
+from zagora_jax.plain_yaml import read_plain
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def _card(address: _Address) -> dict[str, Any]:
     text = (_fetch(address, [CARD]) / CARD).read_text("utf-8", errors="replace")
     match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     try:
-        content = yaml.load(match[1], PlainLoader) if match else {}
+        content = read_plain(match[1]) if match else {}
     except yaml.YAMLError as error:
         raise UserError(f"{address.name}: {CARD}: its metadata is no YAML ({str(error).splitlines()[0]})") from error
     return content if isinstance(content, dict) else {}
