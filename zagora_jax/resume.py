@@ -1,6 +1,6 @@
 """Whether, and from where, a run goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,7 @@ def find_saved(
     states = SavedStates(directory.checkpoints)
     step = states.newest_intact(say) if config.resume is True else _step_of(Path(config.resume), directory, states)
     if step is None:
+        directory.require_no_result()
         return None
     recorded = states.progress(step)
     path = directory.checkpoints / str(step)
@@ -154,9 +155,7 @@ def _compare(saved: Progress, present: Progress, config: TrainConfig, path: Path
     if saved.model != present.model:
         raise UserError(f"{path}: was saved with other weights than those that --model {config.model} holds now")
     before = completed_options(saved.options)
-    changes = [
-        f"{name} {before[name]!r} -> {value!r}" for name, value in present.options.items() if before[name] != value
-    ]
+    changes = list(_changes(before, present.options))
     if changes:
         raise UserError(
             f"{path}: was saved with other options: {'; '.join(changes)}. Set them back, or begin a new run"
@@ -167,3 +166,12 @@ def _compare(saved: Progress, present: Progress, config: TrainConfig, path: Path
             f"the {config.schedule} schedule's learning rates depend on that number. Set epochs or max_steps back, or "
             "begin a new run; with --schedule constant and no --warmup-ratio a run can be made longer at any time"
         )
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], group: str = "") -> Iterator[str]:
+    """Name each option that differs, as it is written on the command line."""
+    for name, value in now.items():
+        if isinstance(value, Mapping) and isinstance(before[name], Mapping) and value.keys() <= before[name].keys():
+            yield from _changes(before[name], value, f"{group}{name}.")
+        elif before[name] != value:
+            yield f"{group}{name} {before[name]!r} -> {value!r}"

@@ -98,6 +98,18 @@ class RunDirectory:
                     "Give --resume to go on with it, or another --output"
                 )
 
+    def require_no_result(self) -> None:
+        """Refuse to begin anew over an adapter whose checkpoints were removed.
+
+        A run that is killed before its first save has made the folder of its checkpoints, and has not ended.
+        """
+        ended = not self.checkpoints.is_dir() or "saves_put_off" in self.read_report()
+        if ended and (self.adapter / WEIGHTS).exists():
+            raise UserError(
+                f"--resume: {self.path} holds an adapter, but no checkpoint to go on from, and to begin anew would "
+                "write over it. Put its checkpoints/ back, or give another --output"
+            )
+
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Make the directory and keep other runs from it; the lock is the directory's own and ends with the process.

@@ -450,7 +450,7 @@ class _Run:
         config, first, last = self.config, self.first_step, self.total_steps
         skipped = SkippedSteps(config, self.batches, self.reporter.say, self.before)
         missing: dict[str, Any] = {}
-        if measure and first and self._evaluates(first) and LOSS not in self.before[-1]:
+        if measure and first and self._evaluates(first) and self.before and LOSS not in self.before[-1]:
             missing = self._evaluation(measure, state, first)
             self.losses.after({"step": first, **missing})
         if first and self._samples(first):

@@ -15,7 +15,7 @@ from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.config import ExportConfig, TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
-from zagora_jax.run_directory import RunDirectory
+from zagora_jax.run_directory import RunDirectory, read_metrics
 from zagora_jax.trainer import train
 
 # Everything that has a state of its own: 8-bit moments (down_proj's A is large enough for them), dropout, an order of
@@ -231,7 +231,10 @@ def test_a_new_run_never_mixes_with_another(world, plain):
     [
         ({"learning_rate": 2e-2}, "other options: learning_rate 0.01 -> 0.02. Set them back"),
         ({"seed": 1, "packing": True}, "packing False -> True; seed 0 -> 1"),
-        ({"lora": LoraConfig(rank=8, targets=["q_proj"])}, "lora {'rank': 4, .*} -> {'rank': 8"),
+        (
+            {"lora": LoraConfig(rank=8, targets=["q_proj"])},
+            r"other options: lora\.rank 4 -> 8; lora\.targets \['q_proj', 'down_proj'\] -> ",
+        ),
         ({"schedule": "cosine"}, "schedule 'constant' -> 'cosine'"),
     ],
 )
@@ -314,6 +317,26 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(world, copy):
         damage(copy, step)
     with pytest.raises(UserError, match=r"checkpoints: every checkpoint is damaged: 1, 3, 6, 8"):
         train(configure(folder, copy, resume=True, **PLAIN), recorder()[0])
+
+
+def test_an_adapter_without_its_checkpoints_is_kept(world, copy):
+    folder, _ = world
+    shutil.rmtree(copy / "checkpoints")
+    before = (copy / "adapter" / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(UserError, match=f"--resume: {copy} holds an adapter, but no checkpoint to go on from"):
+        train(configure(folder, copy, resume=True, **PLAIN), recorder()[0])
+    assert (copy / "adapter" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_a_run_whose_metrics_were_removed_goes_on(world, plain, copy):
+    folder, _ = world
+    shutil.rmtree(copy / "checkpoints" / "8")
+    (copy / "metrics.jsonl").unlink()
+    options = PLAIN | {"eval_data": [folder / "held_out.jsonl"], "eval_every": 2}
+    assert train(configure(folder, copy, resume=True, **options), recorder()[0]).steps == 8
+    assert [line["step"] for line in read_metrics(copy / "metrics.jsonl")] == [7, 8]
+    name = "adapter/adapter_model.safetensors"
+    assert (copy / name).read_bytes() == (plain / name).read_bytes()
 
 
 def rewrite_progress(run, step, progress):

@@ -96,6 +96,24 @@ def test_a_directory_with_steps_in_it_is_taken(tmp_path, name):
         directory.require_free()
 
 
+def test_an_adapter_whose_checkpoints_were_removed_is_not_written_over(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.require_no_result()  # nothing is there yet
+    directory.checkpoints.mkdir()
+    directory.adapter.mkdir()
+    (directory.adapter / "adapter_model.safetensors").write_bytes(b"adapter")
+    directory.update_report({"synthetic": False})
+    directory.require_no_result()  # of a run that was killed in its first save
+    message = f"--resume: {tmp_path} holds an adapter, but no checkpoint to go on from"
+    directory.update_report({"saves_put_off": 0})  # a run that has ended has saved
+    with pytest.raises(UserError, match=message):
+        directory.require_no_result()
+    directory.report.unlink()
+    directory.checkpoints.rmdir()
+    with pytest.raises(UserError, match=message):
+        directory.require_no_result()
+
+
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):

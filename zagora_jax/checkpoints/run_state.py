@@ -101,13 +101,13 @@ class StateWriter:
         """Remove what has no name yet, or no longer."""
         for pattern in (".*.saving*", ".*.removed"):
             for remains in self._directory.glob(pattern):
-                shutil.rmtree(remains, ignore_errors=True)
+                _delete(remains, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
         """Take a state's name away first, so that no half of it is ever found."""
         removed = self._directory / f".{step}.removed"
         os.rename(self._directory / str(step), removed)
-        shutil.rmtree(removed)
+        _delete(removed)
 
 
 class SavedStates:
@@ -149,9 +149,13 @@ class SavedStates:
             problem = _damage(folder)
             if problem is None:
                 return step
-            say(f"warning: {folder}: the checkpoint is damaged ({problem}); the one before is used")
+            instead = "there is none before" if step == steps[0] else "the one before is used"
+            say(f"warning: {folder}: the checkpoint is damaged ({problem}); {instead}")
         if steps:
-            raise UserError(f"{self._directory}: every checkpoint is damaged: {', '.join(map(str, steps))}")
+            raise UserError(
+                f"{self._directory}: every checkpoint is damaged: {', '.join(map(str, steps))}. Put a copy of one "
+                "back, or begin a new run with another --output"
+            )
         return None
 
     def progress(self, step: int) -> dict[str, Any]:
@@ -216,6 +220,14 @@ def _filled(like: nnx.State, values: Any) -> nnx.State:
 def _steps(directory: Path) -> list[int]:
     names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+
+
+def _delete(entry: Path, *, ignore_errors: bool = False) -> None:
+    """Remove what had the name of a state: a folder with all in it; of a link, or a file, the name alone."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=ignore_errors)
+    else:
+        entry.unlink(missing_ok=True)
 
 
 def _described(tree: Any) -> dict[str, list[Any]]:

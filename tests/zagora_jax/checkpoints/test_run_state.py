@@ -105,6 +105,21 @@ def test_states_beyond_the_step_that_a_run_goes_on_from_are_forgotten(blank, tmp
     assert steps_in(folder) == [2, 4]
 
 
+def test_states_behind_links_are_forgotten_by_name_alone(blank, tmp_path):
+    """Somebody has moved states to another disk."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    write(folder, blank, 2, 4, 6)
+    (folder / "2").rename(elsewhere)
+    (folder / "2").symlink_to(elsewhere)
+    (folder / "8").symlink_to(tmp_path / "nowhere")
+    (folder / ".9.removed").symlink_to(tmp_path / "nowhere")
+    before = files(elsewhere)
+    assert SavedStates(folder).newest_intact(lambda _: None) == 6
+    write(folder, blank, 7, keep=2, after_step=6)
+    assert {path.name for path in folder.iterdir()} == {"6", "7"}
+    assert files(elsewhere) == before
+
+
 def test_remains_of_broken_saves_are_removed_by_the_writer_alone(blank, tmp_path):
     folder = tmp_path / "checkpoints"
     write(folder, blank, 2)
