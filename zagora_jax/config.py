@@ -535,7 +535,13 @@ class ConfigureConfig(CommandConfig):
         default=None,
         description="Whether cards reach each other's memory; else yes, but for GeForce cards over PCIe.",
     )
-    host_memory: float | None = Field(default=None, gt=0, le=2**20, description="GiB of the host; else this machine's.")
+    host_memory: float | None = Field(
+        default=None,
+        gt=0,
+        le=2**20,
+        description="GiB of the host; else this machine's. For cards by name, unknown: then what waits in host memory "
+        "is the last resort.",
+    )
     disk_gb_s: float | None = Field(
         default=None,
         ge=0.001,

@@ -109,7 +109,8 @@ def _ranked(found: Sequence[Evaluated], evaluator: Evaluator) -> list[Evaluated]
 
     Layers from the disk have to promise a tenth more, since nobody knows what else the disk does. Of equal speed,
     32-bit moments go before 8-bit ones, moments on the device before those on the host, then the most rows a step, the
-    fewest streamed layers, and what needs least. Streaming goes last for a host of which nobody said how much it holds.
+    fewest streamed layers, and what needs least. What waits in host memory (layers, activations, moments) goes last
+    for a host of which nobody said how much it holds.
     """
 
     def key(evaluated: Evaluated) -> tuple:
@@ -118,7 +119,7 @@ def _ranked(found: Sequence[Evaluated], evaluator: Evaluator) -> list[Evaluated]
         step = 0 if speed is None else round(math.log(speed * (DISK_TRUST if from_disk else 1)) / SPEED_STEP)
         rows = config.micro_batch_size * config.gradient_accumulation_steps * replicas_of(config)
         waiting = sum(memory.waiting for memory in evaluated.stages)
-        unknown = waiting > 0 and evaluator.machine.host_memory is None
+        unknown = any(memory.host for memory in evaluated.stages) and evaluator.machine.host_memory is None
         moments = (config.optimizer != "adamw", config.offload.optimizer)
         return (unknown, -step, *moments, -rows, waiting, evaluated.memory.peak)
 

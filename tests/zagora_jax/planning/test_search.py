@@ -27,7 +27,7 @@ def search(**options):
 
 @functools.cache
 def four_cards():
-    return search(model_size="70B", gpu_count=4)
+    return search(model_size="70B", gpu_count=4, host_memory=512)
 
 
 def test_the_fastest_that_fits_is_chosen():
@@ -69,7 +69,7 @@ def test_alternatives_fit_differ_in_kind_and_go_from_fast_to_slow():
 
 
 def test_the_bounds_are_the_last_that_fit():
-    choice, evaluator = four_cards()
+    choice, evaluator = search(model_size="70B", gpu_count=4)  # of the cards: nobody said what the host has
     limit = evaluator.machine.budget.limit
     longest = choice.longest_sequence
     assert longest.value > 8192
@@ -87,6 +87,16 @@ def test_a_host_with_little_memory_gets_a_plan_that_offloads_nothing():
     choice, _ = search(model_size="70B", gpu_count=4, host_memory=16)
     assert choice.fits
     assert not choice.chosen.candidate.config.offload.activations
+
+
+def test_what_waits_in_host_memory_is_the_last_resort_where_nobody_said_how_much_there_is():
+    one_card = {"gpu_count": 1, "interconnect": None}
+    small, evaluator = search(model_size="8B", **one_card)
+    assert small.fits
+    assert evaluator.host(small.chosen).pinned == 0
+    large, evaluator = search(model_size="70B", **one_card)
+    assert large.fits
+    assert evaluator.host(large.chosen).pinned > 0
 
 
 def test_given_options_are_kept():
