@@ -75,7 +75,7 @@ def choose(config: ConfigureConfig, evaluator: Evaluator) -> Choice:
                 chosen,
                 fits=True,
                 alternatives=tuple(_alternatives(found, chosen, evaluator)),
-                longest_sequence=_longest_sequence(found, evaluator),
+                longest_sequence=_longest_sequence(found, chosen, evaluator),
                 largest_micro_batch=_largest_micro_batch(chosen, evaluator),
             )
     least = min(found or ranked, key=lambda e: e.memory.peak)
@@ -151,16 +151,19 @@ def _alternatives(found: Sequence[Evaluated], chosen: Evaluated, evaluator: Eval
             return
 
 
-def _longest_sequence(found: Sequence[Evaluated], evaluator: Evaluator) -> Bound | None:
-    """Search over all kinds of settings: the longest is that of one which keeps little."""
-    best: Bound | None = None
+def _longest_sequence(found: Sequence[Evaluated], chosen: Evaluated, evaluator: Evaluator) -> Bound:
+    """Search over all kinds of settings: the longest is that of one which keeps little.
+
+    What was chosen fits by its program, where an estimate alone could leave that open.
+    """
+    best = Bound(chosen.candidate.config.sequence_length, chosen)
     for smallest in _smallest(found):
 
         def at(length: int, smallest: Candidate = smallest) -> Candidate:
             return smallest.changed(sequence_length=length * SEQUENCE_MULTIPLE)
 
         bound = _largest(at, evaluator, LARGEST_SEQUENCE // SEQUENCE_MULTIPLE)
-        if bound is not None and (best is None or bound.value * SEQUENCE_MULTIPLE > best.value):
+        if bound is not None and bound.value * SEQUENCE_MULTIPLE > best.value:
             best = Bound(bound.value * SEQUENCE_MULTIPLE, bound.by)
     return best
 
@@ -178,8 +181,10 @@ def _smallest(found: Sequence[Evaluated]) -> Iterator[Candidate]:
             yield candidate.changed(**least, optimizer=optimizer, **({"offload__optimizer": True} if on_host else {}))
 
 
-def _largest_micro_batch(chosen: Evaluated, evaluator: Evaluator) -> Bound | None:
-    return _largest(lambda rows: chosen.candidate.changed(micro_batch_size=rows), evaluator, 1024)
+def _largest_micro_batch(chosen: Evaluated, evaluator: Evaluator) -> Bound:
+    known = Bound(chosen.candidate.config.micro_batch_size, chosen)
+    found = _largest(lambda rows: chosen.candidate.changed(micro_batch_size=rows), evaluator, 1024)
+    return known if found is None or found.value < known.value else found
 
 
 def _largest(at: Callable[[int], Candidate], evaluator: Evaluator, most: int) -> Bound | None:

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+import zagora_jax.planning.search
 from zagora_jax.arrange import check_ends, ends_trained
 from zagora_jax.base import open_base
 from zagora_jax.config import ConfigureConfig
@@ -80,6 +81,14 @@ def test_the_bounds_are_the_last_that_fit():
     most = choice.largest_micro_batch
     assert most.by.highest_peak <= limit
     assert evaluator.estimate(choice.chosen.candidate.changed(micro_batch_size=most.value + 1)).highest_peak > limit
+
+
+def test_no_bound_is_below_what_was_chosen(monkeypatch):
+    # As where the chosen program fits, and the estimate alone would not say so for certain.
+    monkeypatch.setattr(zagora_jax.planning.search, "_largest", lambda *_: None)
+    choice, _ = search(model_size="8B", micro_batch_size=2, sequence_length=4096, host_memory=64)
+    assert choice.longest_sequence.value == 4096
+    assert choice.largest_micro_batch.value == 2
 
 
 def test_a_host_with_little_memory_gets_a_plan_that_offloads_nothing():
