@@ -192,9 +192,9 @@ class MetricsFile:
 
         What is `missing` yet in that step's line is added to it.
         """
-        kept = [line for line in _complete_lines(path) if _parse(line, path)["step"] <= after_step]
+        kept = [line for source, line in _complete_lines(path) if _parse(line, source)["step"] <= after_step]
         if missing:
-            kept[-1] = _written({**_parse(kept[-1], path), **missing})
+            kept[-1] = _written({**_parse(kept[-1], str(path)), **missing})
         write_bytes(path, "".join(kept).encode())
         self._file = path.open("a", encoding="utf-8")
 
@@ -234,7 +234,7 @@ def _completed(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl; a line that a power cut left incomplete is not counted."""
-    return [_parse(line, path) for line in _complete_lines(path)]
+    return [_parse(line, source) for source, line in _complete_lines(path)]
 
 
 def _written(entry: Mapping[str, Any]) -> str:
@@ -245,18 +245,24 @@ def _written(entry: Mapping[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _parse(line: str, path: Path) -> dict[str, Any]:
-    entry = parse_json_object(line.encode(), str(path))
-    if not isinstance(entry.get("step"), int):
-        raise UserError(f"{path}: expected the number of a step in every line, found {line.strip():.80}")
+def _parse(line: str, source: str) -> dict[str, Any]:
+    """Parse a line that `source` names."""
+    try:
+        entry = parse_json_object(line.encode(), source)
+        if not isinstance(entry.get("step"), int):
+            raise UserError(f"{source}: expected the number of a step in every line, found {line.strip():.80}.")
+    except UserError as error:
+        raise UserError(f"{error} Without this line the run can go on, and its record lacks that step") from error
     return entry
 
 
-def _complete_lines(path: Path) -> list[str]:
+def _complete_lines(path: Path) -> list[tuple[str, str]]:
+    """Return every line that was written to its end, and how to name it."""
     if not path.exists():
         return []
     try:
         with path.open(encoding="utf-8") as file:
-            return [line for line in file if line.endswith("\n") and line.strip()]
+            lines = [line for line in file if line.endswith("\n")]
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: expected JSON in UTF-8, found other bytes ({error.reason})") from error
+    return [(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]

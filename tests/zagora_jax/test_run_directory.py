@@ -139,13 +139,21 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, name):
         RunDirectory(tmp_path).create()
 
 
-@pytest.mark.parametrize("line", [b"junk\n", b"{}\n", b'{"step": "1"}\n', b"\xff\n"])
+@pytest.mark.parametrize("line", [b"junk\n", b"{}\n", b'{"step": "1"}\n'])
 def test_metrics_that_were_damaged_are_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(line)
-    with pytest.raises(UserError, match=f"{path}"):
+    content = b'{"step": 1}\n\n' + line
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{path} line 3.*\. Without this line the run can go on"):
         MetricsFile(path, after_step=1)
-    assert path.read_bytes() == line
+    assert path.read_bytes() == content
+
+
+def test_metrics_of_other_bytes_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(UserError, match=f"{path}: expected JSON in UTF-8"):
+        MetricsFile(path, after_step=1)
 
 
 def test_a_directory_that_may_not_be_written_to_is_named(tmp_path, monkeypatch):
