@@ -126,13 +126,20 @@ def test_a_path_that_is_not_there_is_named(tmp_path):
         monitor.main(parse(MonitorConfig, [str(tmp_path / "none")]))
 
 
+def heed_ctrl_c():
+    """Undo what a shell does to programs in the background, which hands it on to these tests."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_a_live_view_follows_a_run_and_ends_with_ctrl_c(tmp_path):
     """In a real terminal: what is written appears, and Ctrl-C is no failure."""
     run = make_run(tmp_path / "run", steps=1)
     terminal, inside = pty.openpty()
     command = [sys.executable, "-m", "zagora_jax.monitor", str(run), "--interval", "0.1"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=environment)
+    process = subprocess.Popen(
+        command, stdin=inside, stdout=inside, stderr=inside, env=environment, preexec_fn=heed_ctrl_c
+    )
     os.close(inside)
     seen = ""
     end = time.monotonic() + TIMEOUT
@@ -151,6 +158,7 @@ def test_a_live_view_follows_a_run_and_ends_with_ctrl_c(tmp_path):
         read_until("step 7 of 10")
         process.send_signal(signal.SIGINT)
         while select.select([terminal], [], [], 1.0)[0]:
+            assert time.monotonic() < end, "goes on after Ctrl-C"
             try:
                 seen += os.read(terminal, 65536).decode(errors="replace")
             except OSError:  # its other end is closed
