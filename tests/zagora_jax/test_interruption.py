@@ -36,10 +36,17 @@ def ready():
 """
 
 
+def heed_hangups():
+    """Undo what nohup does to a program, which hands it on to these tests."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def run(work, *signals):
     """Run `work`, a body that calls ready(), and send a signal for every "ready" it prints; status, output, errors."""
     program = PRELUDE + "def work():\n" + textwrap.indent(textwrap.dedent(work), "    ") + "\nsys.exit(command(work))\n"
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1, text=True, bufsize=1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=-1, stderr=-1, text=True, bufsize=1, preexec_fn=heed_hangups
+    )
     for number in signals:
         assert process.stdout.readline() == "ready\n", process.stderr.read()
         process.send_signal(number)

@@ -22,14 +22,14 @@ WEIGHTS = Path("adapter/adapter_model.safetensors")
 # The command, which sends itself SIGTERM: `seconds` after the `call`th call of `part` begins, and so often.
 COMMAND = """
 import functools, os, signal, sys, threading
-from zagora_jax import interruption, trainer
+from zagora_jax import evaluation_sets, interruption, trainer
 from zagora_jax.checkpoints.run_state import StateWriter
 from zagora_jax.command_line import run_command
 from zagora_jax.config import TrainConfig
 from zagora_jax.train import main
 
 part, call, seconds, times = sys.argv.pop(1), *map(float, sys.argv.pop(1).split(","))
-owner = {"_compile_step": trainer._Run, "evaluate": trainer, "save": StateWriter}[part]
+owner = {"_compile_step": trainer._Run, "totals": evaluation_sets, "save": StateWriter}[part]
 function, calls = getattr(owner, part), []
 
 def pre_empt():
@@ -103,7 +103,7 @@ def test_while_it_compiles_there_is_nothing_to_save(world, tmp_path):
 
 
 def test_while_it_evaluates_the_last_finished_step_is_saved(world, tmp_path):
-    ended = pre_empt(world, tmp_path / "run", "evaluate", call=3)  # before the first step, and behind 2 and 4
+    ended = pre_empt(world, tmp_path / "run", "totals", call=3)  # before the first step, and behind 2 and 4
     assert ended.status == STOPPED
     assert ended.steps[-1] == ended.saved[-1] >= 4
     assert "the step that runs is finished and saved" in ended.errors
