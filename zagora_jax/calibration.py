@@ -38,7 +38,8 @@ def measure_costs(
     """Time one layer, and what stands at the ends, on the devices of each stage; one stage after the other.
 
     Stages of two and of three layers are compiled, with random weights: from two on, time and memory are linear in the
-    layers. (A single layer is no loop: XLA keeps it on the device whole, whatever waits on the host otherwise.)
+    layers. (A single layer is no loop: XLA keeps it on the device whole, whatever waits on the host otherwise. Of a
+    model that gives no stage three layers, one and two are compiled.)
 
     Args:
         stages: one a group of devices.
@@ -48,7 +49,7 @@ def measure_costs(
         whole: shapes of the training state.
         batch: shapes of a batch.
     """
-    most = min(3, stages[0].distribution.model.config.num_layers)
+    most = max(2, min(3, *(stage.num_layers for stage in stages)))
     small, large = ([resized(stage, count) for stage in stages] for count in (most - 1, most))
 
     def compiled(stage: Stage) -> StagePrograms:
