@@ -110,10 +110,10 @@ def reduce_scatter(
     if compression == "none":
         return lax.psum_scatter(_chunks(vector, devices), axis_name), residual
     corrected = _chunks(vector + residual, devices)  # [devices, chunk]
-    message = _encode(corrected, compression)  # uint8 [devices, bytes]
-    lost = corrected - _decode(message, corrected.shape[1], compression)
+    message = encode(corrected, compression)  # uint8 [devices, bytes]
+    lost = corrected - decode(message, corrected.shape[1], compression)
     received = lax.all_to_all(message, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    terms = _decode(received, corrected.shape[1], compression)
+    terms = decode(received, corrected.shape[1], compression)
     # Written out, so that the order of the additions is not the compiler's.
     total = functools.reduce(operator.add, list(terms))
     return total, lost.reshape(-1)[: vector.size].astype(residual.dtype)
@@ -138,10 +138,10 @@ def all_gather(
     if compression == "none":
         return lax.all_gather(chunk, axis_name, tiled=True), residual
     corrected = chunk + residual
-    message = _encode(corrected[None], compression)  # uint8 [1, bytes]
-    lost = corrected - _decode(message, chunk.size, compression)[0]
+    message = encode(corrected[None], compression)  # uint8 [1, bytes]
+    lost = corrected - decode(message, chunk.size, compression)[0]
     received = lax.all_gather(message, axis_name, tiled=True)  # [devices, bytes]
-    return _decode(received, chunk.size, compression).reshape(-1), lost.astype(residual.dtype)
+    return decode(received, chunk.size, compression).reshape(-1), lost.astype(residual.dtype)
 
 
 def wire_bytes(
@@ -158,10 +158,11 @@ def wire_bytes(
     if compression == "none":
         padded = n if operation == "all_reduce" else chunk_size(n, devices) * devices
         return -(-phases * (devices - 1) * padded * 4 // devices)
-    return phases * (devices - 1) * _message_bytes(chunk_size(n, devices), compression)
+    return phases * (devices - 1) * message_bytes(chunk_size(n, devices), compression)
 
 
-def _message_bytes(size: int, compression: Compression) -> int:
+def message_bytes(size: int, compression: Compression) -> int:
+    """Return the bytes of a message of `size` values, with int8 or int4."""
     code_bytes = BLOCK[compression] * _BITS[compression] // 8
     return -(-size // BLOCK[compression]) * (code_bytes + _SCALE_BYTES)
 
@@ -172,7 +173,7 @@ def _chunks(vector: jax.Array, devices: int) -> jax.Array:
     return jnp.pad(vector, (0, chunk * devices - vector.size)).reshape(devices, chunk)
 
 
-def _encode(rows: jax.Array, compression: Compression) -> jax.Array:
+def encode(rows: jax.Array, compression: Compression) -> jax.Array:
     """Quantise each row of float32[r, n] to a message, uint8[r, bytes]: all codes, then all scales."""
     block, largest = BLOCK[compression], _LARGEST[compression]
     padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % block)))
@@ -191,7 +192,7 @@ def _encode(rows: jax.Array, compression: Compression) -> jax.Array:
     return jnp.concatenate([codes, lax.bitcast_convert_type(scales, jnp.uint8).reshape(len(rows), -1)], axis=1)
 
 
-def _decode(messages: jax.Array, n: int, compression: Compression) -> jax.Array:
+def decode(messages: jax.Array, n: int, compression: Compression) -> jax.Array:
     """Return the rows float32[r, n] of messages uint8[r, bytes]."""
     block = BLOCK[compression]
     blocks = -(-n // block)

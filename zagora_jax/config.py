@@ -25,6 +25,7 @@ from zagora_jax.option_groups import (
     QuantizedCacheFolder,
     RetrievalConfig,
     SamplesConfig,
+    SitesConfig,
     Sources,
     Texts,
     Trackers,
@@ -67,6 +68,7 @@ class TrainConfig(CommandConfig):
         "learning_rate": "Optimizer",
         "compute_dtype": "Computation",
         "strategy": "Devices",
+        "sites.folder": "Sites",
         "output": "Run",
     }
 
@@ -254,6 +256,8 @@ class TrainConfig(CommandConfig):
         default=True, description="Refuse a run whose compiled step needs more memory than a device has for it."
     )
 
+    sites: SitesConfig = SitesConfig()
+
     output: FilePath = Field(
         default_factory=_run_of_model,
         description="The run directory. Where not given: runs/ and the last part of the model's name.",
@@ -422,6 +426,17 @@ class TrainConfig(CommandConfig):
         for what, given in against.items():
             if given:
                 raise ValueError(f"retrieval.pooling {self.retrieval.pooling} does not go with {what}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sites(self) -> Self:
+        if self.sites.folder and self.lora.initialization != "default":
+            raise ValueError(
+                f"sites.folder does not go with lora.initialization {self.lora.initialization}, with which each site "
+                "would take a part of its own out of the weights"
+            )
+        if self.sites.share and self.retrieval.pooling != "none":
+            raise ValueError("sites.share does not go with retrieval.pooling: give each site a file of its own")
         return self
 
     @model_validator(mode="after")

@@ -306,3 +306,71 @@ class BalanceConfig(Options):
         description="The part of a step's time that moving layers away from a slow card must save; 0: none ever moves.",
     )
     patience: int = Field(default=20, ge=1, description="For how many steps in a row it must have promised that.")
+
+
+class SitesConfig(Options):
+    """Several runs, on machines joined by slow links, that make one adapter."""
+
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A folder that all sites reach: a path, or a URL that fsspec knows, such as s3://bucket/run. This "
+        "run is then one of several sites, each with data of its own, that train by themselves and exchange compressed "
+        "outer updates there (DiLoCo).",
+    )
+    name: str | None = Field(default=None, description="This site's name, which no other one has.")
+    every: int = Field(default=50, ge=1, description="Optimizer steps between two exchanges.")
+    outer_learning_rate: float = Field(
+        default=0.7, gt=0, description="The outer optimizer's learning rate; the same in all sites."
+    )
+    outer_momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="The outer optimizer's Nesterov momentum; the same in all sites."
+    )
+    compression: Literal["none", "int8", "int4"] = Field(
+        default="int8", description="How this site's updates travel: as they are, or quantised with error feedback."
+    )
+    overlap: bool = Field(
+        default=True,
+        description="Send and collect while the next steps run, and apply what comes of it behind them, one exchange "
+        "late; false: wait for it.",
+    )
+    wait: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds after which a round is closed without the updates that are missing, and after which a "
+        "folder that cannot be reached ends the run, which is saved.",
+    )
+    share: str | None = Field(
+        default=None,
+        description="Train on a part of the rows of data alone: 2/4 is the second of four parts, which are chosen by "
+        "the rows' content and have no row in common. Where not given, data is this site's own.",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][\w-]{0,63}", name):
+            raise ValueError(f"expected letters, digits, - and _, 64 at most ({name!r})")
+        return name
+
+    @field_validator("share")
+    @classmethod
+    def _check_share(cls, share: str | None) -> str | None:
+        if share is not None:
+            match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", share)
+            if match is None or int(match[1]) > int(match[2]):
+                raise ValueError(f"expected PART/PARTS, such as 2/4 ({share!r})")
+        return share
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if (self.folder is None) != (self.name is None):
+            missing = "folder" if self.folder is None else "name"
+            raise ValueError(f"sites.folder and sites.name go together: give sites.{missing} too")
+        return self
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of how many `share` says, from 0."""
+        part, parts = map(int, (self.share or "1/1").split("/"))
+        return part - 1, parts

@@ -51,6 +51,8 @@ FREE_OPTIONS = {
     "gradient_compression",  # what an exchange keeps is compared with `exchange`, and begun anew
     "gradient_exchange",  # likewise
 }
+# Likewise, in a group whose other options must not differ.
+FREE_IN_GROUPS: dict[str, Any] = {"sites": {"folder", "wait"}}
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Progress:
         return cls(
             model=base.fingerprint(),
             data=batches.get_state(),
-            options=config.model_dump(mode="json", exclude=FREE_OPTIONS),
+            options=config.model_dump(mode="json", exclude={**dict.fromkeys(FREE_OPTIONS, True), **FREE_IN_GROUPS}),
             total_steps=None if config.schedule == "constant" and not config.warmup_ratio else total_steps,
             exchange=exchange,
             pending=False,

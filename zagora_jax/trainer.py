@@ -60,11 +60,13 @@ from zagora_jax.run_directory import MetricsFile, RunDirectory, read_metrics
 from zagora_jax.run_facts import run_facts, versions
 from zagora_jax.samples import RunSamples
 from zagora_jax.saving import Saver
+from zagora_jax.sites.site import Site
 from zagora_jax.skipped_steps import SkippedSteps
 from zagora_jax.step import NEXT_TOKEN, Objective
 from zagora_jax.train_state import TrainState, initial_state
 from zagora_jax.tuned import with_initial_adapter
 
+SITES = "sites"  # names, in a checkpoint, what the run keeps as one of several sites
 Step = Callable[[Any, Batch], tuple[Any, Mapping[str, Any]]]
 Measure = Callable[[Any], Evaluation]  # of adapters that are laid out
 
@@ -142,6 +144,9 @@ class _Run:
         self.row_lengths: Mapping[tuple[str, ...], Any] = {}  # for DoRA, once the weights are read
         self.originals: dict[tuple[str, ...], Any] = {}  # of what is trained in full, likewise
         self.state_shapes = jax.eval_shape(self._new_state)
+        self.site: Site | None = None
+        if config.sites.folder is not None:
+            self.site = Site(config, self.base, self.state_shapes.adapters, reporter.say)
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
         self.saved = find_saved(self.directory, config, self.progress, self.iterator, reporter.say)
@@ -197,6 +202,8 @@ class _Run:
             finally:
                 if self.arrangement.feed is not None:
                     self.arrangement.feed.close()
+                if self.site is not None:
+                    self.site.close()
             self.callbacks.tell(End(self.directory.path, result, None))
             return result
 
@@ -225,6 +232,8 @@ class _Run:
             samples.take(0, state.adapters, frozen)
         if compiled is not None:
             state = self._loop(compiled, frozen, measure, samples, states, state)
+            if self.site is not None:
+                self.site.leave()
         last = self._evaluate(measure, state.adapters, "loss_after")
         adapters = state.adapters if last is None else self._end_with_best(measure, last, state.adapters)
         samples.take(self.finished_steps, adapters, frozen)
@@ -349,7 +358,18 @@ class _Run:
 
     def _initial_state(self) -> TrainState:
         """Return the state to go on from, spread over the devices: a new one, or the saved one."""
-        return self.arrangement.put_state(self._new_state() if self.saved is None else self._saved_state(self.saved))
+        state = self._new_state() if self.saved is None else self._saved_state(self.saved)
+        if self.site is not None and self.goes_on:
+            state = self._join_sites(self.site, state)
+        return self.arrangement.put_state(state)
+
+    def _join_sites(self, site: Site, state: TrainState) -> TrainState:
+        """Begin with the adapter that all sites have, or take part again."""
+        if self.saved is None:
+            return state._replace(adapters=site.begin(state.adapters))
+        saved = SavedStates(self.directory.checkpoints).further(self.saved.step, SITES, site.like_saved())
+        site.go_on(state.adapters, saved)
+        return state
 
     def _saved_state(self, saved: SavedPoint) -> TrainState:
         """Read the saved state, into the host's memory."""
@@ -465,6 +485,7 @@ class _Run:
             prepare = partial(self._prepare_save, states, metrics_file)
             saver = Saver(prepare, background, self.reporter.say, first_step=first, every=config.save_every)
             if first:
+                state, _ = self._exchange_with_sites(state, first)
                 self._save_adapter(self.arrangement.whole_state(state, self.state_shapes))
             with saver.rescuing(lambda: state):
                 for number in range(first + 1, last + 1 if self.losses.stop is None else 0):
@@ -474,6 +495,8 @@ class _Run:
                     self.finished_steps = number
                     if number == last:
                         state = self._finish(compiled, state, metrics)
+                    state, exchanged = self._exchange_with_sites(state, number, ends=number == last)
+                    metrics |= exchanged
                     metrics |= skipped.after(metrics)
                     metrics |= self.sensors.after_step()
                     metrics |= saver.after(number, is_good=not skipped.in_a_row)
@@ -487,6 +510,8 @@ class _Run:
                         stops = self._tell_step(metrics)
                         if stops and number < last:
                             state = self._finish(compiled, state, metrics)
+                            state, exchanged = self._exchange_with_sites(state, number, ends=True)
+                            metrics |= exchanged
                     finally:
                         metrics_file.write(metrics)
                     bar.step(metrics)
@@ -534,6 +559,21 @@ class _Run:
         state, left = compiled.finish(state)
         metrics |= {f"flushed_{name}": value.item() for name, value in jax.device_get(left).items()}
         return state
+
+    def _exchange_with_sites(
+        self, state: TrainState, step: int, *, ends: bool = False
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Exchange outer updates with the other sites, where it is time; returns the state and metrics."""
+        if self.site is None or not self.site.is_due(step, ends=ends):
+            return state, {}
+        whole = self.arrangement.whole_state(state, self.state_shapes)
+        exchanged = self.site.exchange(step, whole.adapters, ends=ends)
+        if exchanged is None:
+            if ends:
+                interruption.check()
+            return state, {}
+        adapters, metrics = exchanged
+        return self.arrangement.put_state(whole._replace(adapters=adapters)), metrics
 
     def _tell_saves(self, saver: Saver) -> None:
         """Tell of the saves that have come to their end since."""
@@ -590,6 +630,7 @@ class _Run:
         best = self.losses.best.step if self.config.keep_best and self.losses.best is not None else None
         arrangement = copy(self.arrangement)  # as it is now: layers may move to other stages in the next step
         progress = asdict(replace(self.progress, data=self.iterator.get_state()))
+        further = None if self.site is None else {SITES: self.site.saved()}
 
         def write() -> None:
             self.directory.require_in_place()
@@ -599,7 +640,7 @@ class _Run:
             self._save_adapter(whole)
             pending = whole.pending is not None and bool(whole.pending.usable)
             try:
-                states.save(whole, {**progress, "pending": pending}, best)
+                states.save(whole, {**progress, "pending": pending}, best, further)
             except Exception:
                 self.directory.require_in_place()  # which says better why a file is missing
                 raise

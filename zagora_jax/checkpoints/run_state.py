@@ -52,8 +52,16 @@ class StateWriter:
             if step > after_step:
                 self._remove(step)
 
-    def save(self, state: TrainState, progress: Mapping[str, Any], best: int | None = None) -> None:
+    def save(
+        self,
+        state: TrainState,
+        progress: Mapping[str, Any],
+        best: int | None = None,
+        further: Items | None = None,
+    ) -> None:
         """Write `state`, and beside it the JSON-serialisable `progress`; the state of step `best` is kept too.
+
+        `further` are trees of arrays that belong to the step, by name.
 
         What was written is read back, from the disk, before the state gets its name and older ones are removed.
 
@@ -68,7 +76,7 @@ class StateWriter:
         temporary = self._directory / f".{step}.saving.{secrets.token_hex(6)}"
         if final.exists():
             raise RuntimeError(f"{final}: the state of step {step} is there already")
-        items = _items(jax.device_get(state))
+        items = _items(jax.device_get(state)) | (further or {})
         try:
             self._write(temporary, items, progress)
             _prove(temporary, items)
@@ -182,6 +190,10 @@ class SavedStates:
     def adapters(self, step: int, like: nnx.State) -> nnx.State:
         """Read the adapter of `step`, like `restore`."""
         return _filled(like, self._read(step, "adapters", nnx.to_pure_dict(like)))
+
+    def further(self, step: int, name: str, like: Any) -> Any:
+        """Read one of the further trees of arrays of `step`, like `restore`."""
+        return self._read(step, name, like)
 
     def _read(self, step: int, item: str, like: Any) -> Any:
         folder = self._directory / str(step)

@@ -1,4 +1,4 @@
-"""Rows held out for evaluation, chosen by what they say.
+"""Rows held out for evaluation, and the parts of several sites, chosen by what they say.
 
 The choice depends on a row's content alone: not on its place, its file, its metadata, the seed or the tokenizer. So
 equal rows stand on the same side, and rows that are added or moved leave the others where they were.
@@ -15,6 +15,11 @@ def is_held_out(form: Form, fraction: float) -> bool:
     """Whether a row is among the `fraction` (0 to 1) of all possible rows that are held out."""
     digest = hashlib.sha256(_content(form)).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def is_in_part(form: Form, part: int, parts: int) -> bool:
+    """Whether a row belongs to one of so many parts of the data, counted from 0; independent of what is held out."""
+    return int.from_bytes(hashlib.sha256(_content(form)).digest()[8:16], "big") % parts == part
 
 
 def _content(form: Form) -> bytes:

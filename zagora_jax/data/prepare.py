@@ -10,7 +10,7 @@ from zagora_jax.base import BaseModel
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batches, Share
 from zagora_jax.data.examples import Example, Examples
-from zagora_jax.data.held_out import is_held_out
+from zagora_jax.data.held_out import is_held_out, is_in_part
 from zagora_jax.data.pairs import pair_batches
 from zagora_jax.data.sources import Location
 from zagora_jax.data.tokenize import Preparation, TokenizedData, tokenize_rows
@@ -58,7 +58,7 @@ def evaluation_batches(
 def training_rows(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, first_rows: int | None = None
 ) -> TokenizedData:
-    """Tokenise the rows of data, without those that eval_fraction holds out.
+    """Tokenise the rows of data, without those that eval_fraction holds out, or that other sites have.
 
     Raises:
         UserError: there is no data, or something is wrong with it.
@@ -70,12 +70,12 @@ def training_rows(
         )
     if config.data is None:
         raise UserError("data is required: give --data on the command line, or data: in the YAML file")
-    fraction = config.eval_fraction
+    fraction, (part, parts) = config.eval_fraction, config.sites.part
     return tokenize_rows(
         config.data,
         tokenizer,
         _preparation(config, first_rows),
-        lambda form: not is_held_out(form, fraction),
+        lambda form: not is_held_out(form, fraction) and is_in_part(form, part, parts),
         config.data_weights,
     )
 
