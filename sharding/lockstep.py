@@ -85,20 +85,25 @@ def pipeline_gradients(
 
 def pipeline_loss(functions: StageFunctions, trained: Any, micro_batches: int) -> jax.Array:
     """Return the loss summed over the micro-batches."""
+    return pipeline_outputs(functions, trained, micro_batches, functions.loss).sum()
+
+
+def pipeline_outputs(
+    functions: StageFunctions, trained: Any, micro_batches: int, end: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """Return `end` of every micro-batch [M, ...]: a function of what the last stage makes, as `StageFunctions.loss`."""
     flow = _Flow(functions, trained, micro_batches)
     ahead = flow.stages - 1
 
     def warm_up(x: jax.Array, tick: jax.Array) -> tuple[jax.Array, None]:
         return flow.onward(flow.run(x, tick), tick), None
 
-    def with_loss(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        x, total = carry
+    def with_end(x: jax.Array, tick: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = flow.run(x, tick)
-        return (flow.onward(y, tick), total + functions.loss(flow.of_last(y), tick - ahead)), None
+        return flow.onward(y, tick), end(flow.of_last(y), tick - ahead)
 
     x, _ = _ticks(warm_up, flow.first_input(), 0, ahead)
-    (_, total), _ = _ticks(with_loss, (x, jnp.float32(0)), ahead, ahead + micro_batches)
-    return total
+    return _ticks(with_end, x, ahead, ahead + micro_batches)[1]
 
 
 class _Flow:
@@ -155,7 +160,7 @@ class _Flow:
         return jnp.clip(number, 0, self._micro_batches - 1)
 
 
-def _ticks(body: Callable[[Any, jax.Array], Any], carry: Any, first: int, behind: int) -> tuple[Any, None]:
+def _ticks(body: Callable[[Any, jax.Array], Any], carry: Any, first: int, behind: int) -> tuple[Any, Any]:
     """Loop over ticks; without any, no loop is left for the compiler."""
     return lax.scan(body, carry, jnp.arange(first, behind)) if behind > first else (carry, None)
 

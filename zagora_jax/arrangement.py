@@ -71,6 +71,13 @@ class CompiledEvaluation(Protocol):
         """Return the loss summed over supervised tokens, and the sum of their weights."""
 
 
+class CompiledNextTokens(Protocol):
+    """A forward pass that continues each row by a token."""
+
+    def __call__(self, adapters: Any, frozen: nnx.State, batch: Batch) -> jax.Array:
+        """Return int32 [M]: for each row of batch [1, M, S] the likeliest token behind the one whose weight is 1."""
+
+
 class Arrangement(Protocol):
     """How a model and its training state lie on devices, and its programs for them.
 
@@ -124,3 +131,6 @@ class Arrangement(Protocol):
 
     def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
         """Compile an evaluation of batches of one shape."""
+
+    def compile_next_tokens(self, options: ForwardOptions, batch: Batch) -> CompiledNextTokens:
+        """Compile what continues the rows of batches [1, M, S] of one shape by a token each."""

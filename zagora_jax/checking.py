@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -18,7 +19,9 @@ from zagora_jax.config import CheckConfig, TrainConfig
 from zagora_jax.data.batches import Batches
 from zagora_jax.data.chat import has_generation_marks
 from zagora_jax.data.masks import end_of_turn
+from zagora_jax.data.pairs import PairStatistics, held_out_pairs, pair_batches, tokenized_pairs
 from zagora_jax.data.prepare import held_out_rows, lay_out, mixture, training_rows
+from zagora_jax.data.statistics import Tally
 from zagora_jax.data.tokenize import TokenizedData
 from zagora_jax.devices import installed_gpus, mesh_sizes
 from zagora_jax.end_tokens import end_tokens
@@ -79,8 +82,9 @@ class _Check:
         tokenizer = self._try("tokenizer", lambda: self._tokenizer(base)) if base and not base.synthetic else None
         sizes = self._try("devices", self._devices)
         batches = self._try("data", lambda: self._data(tokenizer, sizes)) if tokenizer and sizes else None
-        if tokenizer and (self.config.eval_data or self.config.eval_fraction):
-            self._try("eval data", lambda: self._eval_data(tokenizer))
+        if tokenizer:
+            for subject, sources in self._held_out():
+                self._try(subject, partial(self._eval_data, subject, tokenizer, sources))
         if base and batches:
             self._try("steps", lambda: self._steps(base, batches))
         if base and sizes:
@@ -168,39 +172,71 @@ class _Check:
 
     def _data(self, tokenizer: PreTrainedTokenizerBase, sizes: dict[str, int]) -> Batches | None:
         """The batches; None where no row that was read is trained on."""
+        rows = sizes.get("data", 1) * sizes.get("fsdp", 1)
+        if self._is_embedder:
+            pairs, statistics = pair_batches(self.config, tokenizer, rows, self._first_rows)
+            self._describe_pairs("data", statistics)
+            return pairs
         data = training_rows(self.config, tokenizer, self._first_rows)
         self._describe("data", data)
         if not len(data.examples):
             return None
-        rows = sizes.get("data", 1) * sizes.get("fsdp", 1)
         # Of a part of the rows, a mixture tells nothing.
         shares = mixture(self.config, data) if data.statistics.complete else []
         return lay_out(self.config, data.examples, rows, shares)
 
-    def _eval_data(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._describe("eval data", held_out_rows(self.config, tokenizer, first_rows=self._first_rows))
+    def _held_out(self) -> Iterator[tuple[str, list[str] | None]]:
+        """Name the sets of held-out rows; sources of None are those of eval_data or eval_fraction."""
+        if self.config.eval_data or self.config.eval_fraction:
+            yield "eval data", None
+        for name, sources in self.config.named_eval_sets.items():
+            yield f"eval set {name}", sources
+
+    def _eval_data(self, subject: str, tokenizer: PreTrainedTokenizerBase, sources: list[str] | None) -> None:
+        if not self._is_embedder:
+            self._describe(subject, held_out_rows(self.config, tokenizer, sources, self._first_rows))
+            return
+        statistics = PairStatistics()
+        pairs = held_out_pairs(self.config, sources, statistics, self._first_rows)
+        queries_and_passages = self.config.model_copy(
+            update={"retrieval": self.config.retrieval.model_copy(update={"hard_negatives": 0})}
+        )
+        for _ in tokenized_pairs(queries_and_passages, tokenizer, pairs, statistics):
+            pass  # which counts them
+        self._describe_pairs(subject, statistics)
+
+    @property
+    def _is_embedder(self) -> bool:
+        return self.config.retrieval.pooling != "none"
 
     @property
     def _first_rows(self) -> int | None:
         return self.config.rows or None
 
+    def _describe_pairs(self, subject: str, statistics: PairStatistics) -> None:
+        self.report.facts[subject.replace(" ", "_")] = statistics.to_json()
+        self._look_at_cuts(subject, "texts", statistics.truncated, statistics.texts)
+        self._say_if_incomplete(subject, statistics.complete)
+
     def _describe(self, subject: str, data: TokenizedData) -> None:
         statistics = data.statistics
         self.report.facts[subject.replace(" ", "_")] = statistics.to_json()
-        if statistics.truncated.count > MANY_CUT * statistics.rows:
-            self._find(
-                "warning",
-                subject,
-                f"rows cut off at sequence_length {self.config.sequence_length}: {statistics.truncated}",
-            )
+        self._look_at_cuts(subject, "rows", statistics.truncated, statistics.rows)
         if statistics.left_out:
             places = "; ".join(str(tally) for tally in (statistics.unsupervised, statistics.cut_away) if tally.count)
             self._find("warning", subject, f"rows without a supervised token are left out: {places}")
-        if not statistics.complete:
-            first = f"only the first {self.config.rows:,} rows of each source were read; --rows 0 reads all"
-            self._find("warning", subject, first)
+        self._say_if_incomplete(subject, statistics.complete)
         if data.doubt:
             self._find("warning", subject, f"training refuses, if the rows that were not read are alike: {data.doubt}")
+
+    def _look_at_cuts(self, subject: str, what: str, cut: Tally, count: int) -> None:
+        if cut.count > MANY_CUT * count:
+            self._find("warning", subject, f"{what} cut off at sequence_length {self.config.sequence_length}: {cut}")
+
+    def _say_if_incomplete(self, subject: str, complete: bool) -> None:
+        if not complete:
+            first = f"only the first {self.config.rows:,} rows of each source were read; --rows 0 reads all"
+            self._find("warning", subject, first)
 
     def _steps(self, base: BaseModel, batches: Batches) -> None:
         config, context = self.config, base.model.config.max_positions
@@ -218,7 +254,10 @@ class _Check:
     def _memory(self, base: BaseModel, sizes: dict[str, int], batches: Batches | None) -> None:
         complete = batches is not None and self.report.facts["data"]["complete"]
         width = batches.width if batches is not None and complete else self.config.sequence_length
-        config = _with_mesh(self.config, sizes).model_copy(update={"sequence_length": width})
+        sequences = self.config.micro_batch_size * self.config.retrieval.texts_of_a_pair
+        config = _with_mesh(self.config, sizes).model_copy(
+            update={"sequence_length": width, "micro_batch_size": sequences}
+        )
         kernel = choose_kernel(
             config.attention,
             platform="gpu" if self.gpus else "cpu",

@@ -399,11 +399,7 @@ class TrainConfig(CommandConfig):
                     f"samples.every is {self.samples.every} but there are no samples.prompts: give them too"
                 )
             return self
-        tensor = self.strategy == "tensor" or (self.mesh.tensor or 1) > 1
         against = {
-            "strategy layerwise": self.strategy == "layerwise",
-            "offload.weights and strategy streaming": self.streamed_weights != "none",
-            "strategy tensor and mesh.tensor": tensor,
             "retrieval.pooling": self.retrieval.pooling != "none",
             "a synthetic model": self.model.startswith("synthetic:"),
         }

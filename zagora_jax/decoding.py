@@ -80,6 +80,12 @@ def decode(
     return jax.lax.while_loop(unfinished, extend, begin())[1]
 
 
+def next_tokens(model: Llama, hidden: jax.Array, weights: jax.Array, placement: Placement) -> jax.Array:
+    """Return the likeliest tokens int32 [B] behind those of hidden [B, S, D] whose weight is 1 in weights [B, S]."""
+    last = jnp.take_along_axis(hidden, weights.argmax(axis=1)[:, None, None], axis=1)[:, 0]  # [B, D]
+    return likeliest(model, last, placement)
+
+
 def likeliest(model: Llama, hidden: jax.Array, placement: Placement) -> jax.Array:
     """Return the words int32 [B] with the largest logits of hidden [B, D]; of equal ones the first."""
     vocabulary, terms = placement.vocabulary, model.head_terms(hidden, placement)

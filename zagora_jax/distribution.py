@@ -26,17 +26,24 @@ from sharding.group import Group
 from sharding.layer_exchange import LayerExchange
 from sharding.mesh import SHARD_AXES, rows_divisor, shard_count
 from sharding.program import collectives, memory, traffic
-from sharding.rules import named_sharding
+from sharding.rules import named_sharding, partition_spec
 from sharding.spread import Spread
 from sharding.targets import lower_for
 from sharding.tensor import Parts, alike, enter, leave
 from sharding.vocabulary import ShardedVocabulary
-from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
+from zagora_jax.arrangement import CompiledEvaluation, CompiledNextTokens, Recipe, Say, silent
 from zagora_jax.checkpoints.load import Destination, set_layer
 from zagora_jax.data.batches import Batch
+from zagora_jax.decoding import next_tokens
 from zagora_jax.layer_feed import LayerFeed
 from zagora_jax.optimizer import QuantizedMoment
-from zagora_jax.step import ForwardOptions, make_evaluation_step, make_train_step
+from zagora_jax.step import (
+    ForwardOptions,
+    hidden_states,
+    make_evaluation_step,
+    make_train_step,
+    streamed_hidden_states,
+)
 from zagora_jax.streaming import StreamedDestination, StreamedFrozen, WaitingLayers, streamed_spreads
 from zagora_jax.tensor_parts import tensor_segments
 from zagora_jax.train_state import Pending, TrainState
@@ -375,13 +382,46 @@ class Distribution:
     def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
         """Compile an evaluation for this mesh; `batch` gives shapes."""
         step = make_evaluation_step(split(self.model)[0], options, self.placement, self.group)
-        arguments = (self.abstract_adapters(), self.abstract_frozen(), self.abstract_batch(batch))
-        compiled = self.compile(step, arguments, PartitionSpec())
+        return self.compile_forward(step, batch, PartitionSpec())
 
-        def evaluate(adapters: nnx.State, frozen: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def compile_next_tokens(self, options: ForwardOptions, batch: Batch) -> CompiledNextTokens:
+        """Compile what continues rows by a token each, for this mesh; `batch` gives shapes."""
+        return self.compile_forward(partial(self.next_tokens, options), batch, partition_spec(("rows",)))
+
+    def next_tokens(
+        self,
+        options: ForwardOptions,
+        adapters: nnx.State,
+        frozen: Any,
+        batch: Batch,
+        inputs: jax.Array | None = None,
+        first_layer: Any = 0,
+    ) -> jax.Array:
+        """Continue this device's rows of batch [1, M, S] by a token each, int32 [M]; for use under shard_map.
+
+        `inputs` [M, S, hidden] and `first_layer` are those of a part of the layers, see `Llama.hidden_states`.
+        """
+        graph, placement = split(self.model)[0], self.placement
+        if self.stream is not None:
+            model = nnx.merge(graph, frozen.parameters, adapters)
+            of_part = {"inputs": None if inputs is None else inputs[None], "first_layer": first_layer}
+            hidden = streamed_hidden_states(model, frozen.waiting, batch, options, None, placement, **of_part)[0]
+        else:
+            model = nnx.merge(graph, frozen, adapters)
+            micro_batch = Batch(*(array[0] for array in batch))
+            of_part = {"inputs": inputs, "first_layer": first_layer}
+            hidden = hidden_states(model, micro_batch, options, None, placement, **of_part)
+        return next_tokens(model, hidden, batch.weights[0], placement)
+
+    def compile_forward(self, function: Callable[..., Any], batch: Batch, out_specs: Any) -> Callable[..., Any]:
+        """Compile a function (adapters, frozen, batch) that goes through the layers once; the batch is on the host."""
+        arguments = (self.abstract_adapters(), self.abstract_frozen(), self.abstract_batch(batch))
+        compiled = self.compile(function, arguments, out_specs)
+
+        def run(adapters: nnx.State, frozen: Any, batch: Batch) -> Any:
             return self.run(compiled, adapters, frozen, self.put_batch(batch), backward=False)
 
-        return evaluate
+        return run
 
     def run(self, compiled: jax.stages.Compiled, *arguments: Any, backward: bool) -> Any:
         """Run a program that goes through the layers once, or, with `backward`, a second time for gradients."""

@@ -17,13 +17,15 @@ from models.llama import Ends, Llama
 from models.parameters import Path, by_path, split
 from sharding.compression import Compression, ErrorFeedback
 from sharding.exchange import ExchangeErrors
-from sharding.lockstep import AXIS, StageFunctions, pipeline_gradients, pipeline_loss
+from sharding.lockstep import AXIS, StageFunctions, pipeline_gradients, pipeline_loss, pipeline_outputs
 from sharding.mesh import rows_divisor, stage_mesh
 from sharding.residuals import from_layers, to_layers
+from sharding.rules import partition_spec
 from sharding.spread import Spread
-from zagora_jax.arrangement import CompiledEvaluation, Recipe, Say, silent
+from zagora_jax.arrangement import CompiledEvaluation, CompiledNextTokens, Recipe, Say, silent
 from zagora_jax.checkpoints.load import Destination, is_stacked
 from zagora_jax.data.batches import Batch
+from zagora_jax.decoding import next_tokens
 from zagora_jax.distribution import Distribution, SpreadStep, describe_devices
 from zagora_jax.stage_residuals import exchange_state, first_residuals
 from zagora_jax.step import ForwardOptions, head_loss, hidden_states, row_keys, step_of
@@ -148,9 +150,21 @@ class EqualStages:
             total = pipeline_loss(functions, adapters, len(batch.tokens))
             return spread.group.total(total), spread.group.total(batch.weights.sum())
 
-        arguments = (spread.abstract_adapters(), spread.abstract_frozen(), spread.abstract_batch(batch))
-        compiled = spread.compile(evaluate, arguments, PartitionSpec())
-        return lambda adapters, frozen, batch: compiled(adapters, frozen, spread.put_batch(batch))
+        return spread.compile_forward(evaluate, batch, PartitionSpec())
+
+    def compile_next_tokens(self, options: ForwardOptions, batch: Batch) -> CompiledNextTokens:
+        """Compile what continues rows by a token each, for this mesh; `batch` gives shapes."""
+        placement = self.distribution.placement
+
+        def continued(adapters: nnx.State, frozen: nnx.State, batch: Batch) -> jax.Array:
+            ends = nnx.merge(split(self._ends)[0], frozen, adapters)
+
+            def end(y: jax.Array, _: jax.Array) -> jax.Array:
+                return next_tokens(ends, ends.model.norm(y, placement), batch.weights[0], placement)
+
+            return pipeline_outputs(self._functions(adapters, frozen, batch, options), adapters, 1, end)[0]
+
+        return self.distribution.compile_forward(continued, batch, partition_spec(("rows",)))
 
     def _functions(
         self,

@@ -19,7 +19,7 @@ from sharding.exchange import ExchangeErrors
 from sharding.mesh import rows_divisor, stage_mesh
 from sharding.moving import recut_trees
 from sharding.targets import is_absent
-from zagora_jax.arrangement import CompiledEvaluation, CompiledStep, Recipe, Say, silent
+from zagora_jax.arrangement import CompiledEvaluation, CompiledNextTokens, CompiledStep, Recipe, Say, silent
 from zagora_jax.calibration import estimated_costs, measure_costs
 from zagora_jax.checkpoints.load import Destination, is_stacked
 from zagora_jax.data.batches import Batch
@@ -28,7 +28,7 @@ from zagora_jax.distribution import Distribution, describe_devices
 from zagora_jax.errors import UserError
 from zagora_jax.moving_streams import move_streamed, streamed_after
 from zagora_jax.pipeline_frozen import NO_TABLE, PipelineDestination, look_up_on_host
-from zagora_jax.pipeline_step import PipelineEvaluation, PipelineStep, activations_held
+from zagora_jax.pipeline_step import PipelineForward, PipelineStep, activations_held
 from zagora_jax.stage import Stage
 from zagora_jax.stage_programs import PipelineState, StagePrograms
 from zagora_jax.stage_residuals import exchange_state, first_residuals
@@ -288,4 +288,15 @@ class Pipeline:
 
     def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
         """Compile a forward pass through all stages."""
-        return PipelineEvaluation(self, options, batch)
+        forward = PipelineForward(self, lambda stage: stage.compile_forward(options, None, batch))
+
+        def evaluate(adapters: Any, frozen: nnx.State, batch: Batch) -> tuple[Any, np.float32]:
+            losses = jax.device_get(forward(adapters, frozen, batch))
+            return sum(losses, np.float32(0)), np.float32(batch.weights.sum())
+
+        return evaluate
+
+    def compile_next_tokens(self, options: ForwardOptions, batch: Batch) -> CompiledNextTokens:
+        """Compile what continues rows by a token each, through all stages."""
+        forward = PipelineForward(self, lambda stage: stage.compile_next_tokens(options, batch))
+        return lambda adapters, frozen, batch: forward(adapters, frozen, batch)[0]

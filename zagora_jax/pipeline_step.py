@@ -27,7 +27,6 @@ from zagora_jax.distribution import wire_bytes
 from zagora_jax.pipeline_frozen import frozen_of_stages
 from zagora_jax.stage import Place, Stage
 from zagora_jax.stage_programs import MOST_QUEUED, PipelineState, StagePrograms
-from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -247,15 +246,12 @@ def _shape(index: int, stage: Stage) -> tuple[int, int, StreamOrder | None]:
     return index, stage.num_layers, stage.distribution.stream
 
 
-class PipelineEvaluation:
+class PipelineForward:
     """The forward pass through all stages, compiled."""
 
-    def __init__(self, pipeline: "Pipeline", options: ForwardOptions, batch: Batch):
-        """Compile it for batches of one shape."""
-        self._pipeline = pipeline
-        self._compile: Callable[[Stage], jax.stages.Compiled] = lambda stage: stage.compile_forward(
-            options, None, batch
-        )
+    def __init__(self, pipeline: "Pipeline", compile_stage: Callable[[Stage], jax.stages.Compiled]):
+        """Compile the program of every stage, for batches of one shape; see `Stage.compile_forward`."""
+        self._pipeline, self._compile = pipeline, compile_stage
         self._stages: list[Stage] = []
         self._programs: list[jax.stages.Compiled] = []
         self._follow()
@@ -272,20 +268,20 @@ class PipelineEvaluation:
                 for index, stage in enumerate(self._stages)
             ]
 
-    def __call__(self, adapters: tuple[nnx.State, ...], frozen: nnx.State, batch: Batch) -> tuple[Any, np.float32]:
-        """Return the loss summed over supervised tokens, and the sum of their weights."""
+    def __call__(self, adapters: tuple[nnx.State, ...], frozen: nnx.State, batch: Batch) -> list[jax.Array]:
+        """Return what the last stage makes of every micro-batch."""
         self._follow()
         batches = [stage.distribution.put_batch(batch) for stage in self._stages]
         own_frozen = frozen_of_stages(frozen, self._stages)
-        losses = []
+        results = []
         for micro_batch in range(len(batch.tokens)):
-            inputs = self._pipeline.first_inputs(batch.tokens[micro_batch])
+            inputs: Any = self._pipeline.first_inputs(batch.tokens[micro_batch])
             for index, (stage, program) in enumerate(zip(self._stages, self._programs, strict=True)):
                 place = Place(np.int32(0), np.int32(micro_batch), np.int32(stage.first_layer))
                 inputs = stage.send(inputs) if inputs is not None and index else inputs
                 inputs = program(adapters[index], own_frozen[index], batches[index], place, inputs)
-            losses.append(inputs)
-        return sum(jax.device_get(losses), np.float32(0)), np.float32(batch.weights.sum())
+            results.append(inputs)
+        return results
 
 
 def seconds_of(work: list[Work], layers: Sequence[int]) -> list[float]:

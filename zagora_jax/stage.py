@@ -248,6 +248,16 @@ class Stage:
         out_spec = EVERYWHERE if self.is_last else partition_spec(ACTIVATION_AXES)
         return distribution.compile(forward, self.arguments(batch), out_spec)
 
+    def compile_next_tokens(self, options: ForwardOptions, batch: Batch) -> jax.stages.Compiled:
+        """Compile `compile_forward`'s program, in the last stage with the next tokens in the loss's place."""
+        if not self.is_last:
+            return self.compile_forward(options, None, batch)
+
+        def forward(adapters: nnx.State, frozen: Any, batch: Batch, place: Place, inputs: Any) -> jax.Array:
+            return self.distribution.next_tokens(options, adapters, frozen, batch, inputs, place.first_layer)
+
+        return self.distribution.compile(forward, self.arguments(batch), partition_spec(("rows",)))
+
     def compile_keeping_forward(
         self, options: ForwardOptions, dropout_seed: int | None, batch: Batch
     ) -> jax.stages.Compiled:

@@ -211,7 +211,7 @@ class _Run:
         config = self.config
         self._settle()
         path, tell = self.directory.samples, self.callbacks.tell
-        samples = RunSamples(config.samples, self.base, self.arrangement, path, self.first_step, tell)
+        samples = RunSamples(config.samples, self.base, self.arrangement, self.options, path, self.first_step, tell)
         self._open_directory()
         if self.goes_on:
             try_connections(self.arrangement.mesh)
@@ -506,7 +506,8 @@ class _Run:
                                 metrics |= self._evaluation(measure, state, number)
                         is_best = self.losses.after(metrics, may_be_best=not skipped.in_a_row) and config.keep_best
                         if self._samples(number) and not interruption.requested():
-                            samples.take(number, state.adapters, frozen)
+                            with suppress(interruption.Interrupted):  # likewise
+                                samples.take(number, state.adapters, frozen)
                         stops = self._tell_step(metrics)
                         if stops and number < last:
                             state = self._finish(compiled, state, metrics)

@@ -5,7 +5,7 @@ become slower, a layer is timed on each card, and the cut follows from that, as 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from sharding.balance import Slowdown, StageCost, choose_cut, explain, pace
 from sharding.compression import Compression
 from sharding.moving import recut_trees
 from sharding.spread import Spread
-from zagora_jax.arrangement import CompiledEvaluation, CompiledStep, Recipe, Say, silent
+from zagora_jax.arrangement import CompiledEvaluation, CompiledNextTokens, CompiledStep, Recipe, Say, silent
 from zagora_jax.checkpoints.load import is_stacked
 from zagora_jax.data.batches import Batch
 from zagora_jax.devices import lacking_memory
@@ -106,17 +106,26 @@ class WatchedStages(EqualStages):
 
     def compile_evaluation(self, options: ForwardOptions, batch: Batch) -> CompiledEvaluation:
         """Compile an evaluation of batches of one shape, and again once layers have moved."""
-        in_one, shapes = super().compile_evaluation(options, batch), batch
-        later: list[CompiledEvaluation] = []
+        in_one = super().compile_evaluation(options, batch)
+        return self._until_moved(in_one, lambda programs: programs.compile_evaluation(options, batch))
 
-        def evaluate(adapters: Any, frozen: nnx.State, batch: Batch) -> tuple[jax.Array, Any]:
+    def compile_next_tokens(self, options: ForwardOptions, batch: Batch) -> CompiledNextTokens:
+        """Compile what continues rows by a token each, and again once layers have moved."""
+        in_one = super().compile_next_tokens(options, batch)
+        return self._until_moved(in_one, lambda programs: programs.compile_next_tokens(options, batch))
+
+    def _until_moved(self, in_one: Callable[..., Any], compile_later: Callable[[Pipeline], Any]) -> Callable[..., Any]:
+        """Return what runs `in_one` as long as there is one program, and then what is compiled in its place."""
+        later: list[Callable[..., Any]] = []
+
+        def run(adapters: Any, frozen: nnx.State, batch: Batch) -> Any:
             if self.programs is None:
                 return in_one(adapters, frozen, batch)
             if not later:
-                later.append(self.programs.compile_evaluation(options, shapes))
+                later.append(compile_later(self.programs))
             return later[0](adapters, frozen, batch)
 
-        return evaluate
+        return run
 
 
 class WatchedStep:

@@ -125,16 +125,50 @@ def test_samples_are_what_the_tuned_model_says(folder, tmp_path):
     assert read_metrics(tmp_path / "again/samples.jsonl") == written
 
 
+PROGRAMS = {"strategy": "layerwise", "stage_form": "programs", "stage_layers": [1, 1]}
+WAYS_TO_SAMPLE = {
+    "fsdp and replicas": {"mesh": {"data": 2, "fsdp": 2}},
+    "tensor": {"mesh": {"data": 2, "tensor": 2}},
+    "streaming": {"strategy": "streaming", "mesh": {"data": 2}, "offload": {"weights": "all"}},
+    "from the disk": {
+        "strategy": "streaming",
+        "mesh": {"fsdp": 2},
+        "offload": {"weights_from": "disk", "weights": "all"},
+    },
+    "stages in one program": {"strategy": "layerwise", "stage_form": "one-jit", "mesh": {"stage": 2, "data": 2}},
+    "a program for each stage": PROGRAMS | {"mesh": {"stage": 2, "fsdp": 2}},
+    "stages that stream": PROGRAMS | {"mesh": {"stage": 2}, "offload": {"weights": "all", "embedding": True}},
+}
+
+
+QUICK = ("tensor", "stages in one program")
+
+
+def sampled(folder, output, way):
+    """Train in a way of WAYS_TO_SAMPLE, and return what was sampled on it."""
+    mesh = MeshConfig(**way["mesh"])
+    rows = (mesh.data or 1) * (mesh.fsdp or 1)
+    count = rows * (mesh.tensor or 1) * (mesh.stage or 1)
+    options = {**way, "mesh": mesh, "devices": list(range(count)), "micro_batch_size": 4 // rows}
+    options |= {"remat": "full", "quantized_cache": str(folder), "eval_every": 0, "max_steps": 2}
+    samples = {"prompts": PROMPTS, "every": 1, "max_new_tokens": 4}
+    train(configure(folder, output, samples=samples, **options), recorder()[0])
+    return read_metrics(output / "samples.jsonl")
+
+
+@pytest.fixture(scope="module")
+def sampled_by_one(folder):
+    return sampled(folder, folder / "one", {"mesh": {}})
+
+
 @pytest.mark.eight_devices
-def test_samples_do_not_depend_on_the_devices(folder, tmp_path):
-    """Three prompts over four devices, of which each holds a part of the weights and of the words."""
-    samples = {"prompts": PROMPTS, "max_new_tokens": 4}
-    for sizes in ({"fsdp": 1}, {"data": 2, "fsdp": 2}):
-        count = int(np.prod(list(sizes.values())))
-        options = {"devices": list(range(count)), "mesh": MeshConfig(**sizes), "micro_batch_size": 4 // count}
-        config = configure(folder, tmp_path / str(count), max_steps=2, eval_every=0, samples=samples, **options)
-        train(config, recorder()[0])
-    assert read_metrics(tmp_path / "4/samples.jsonl") == read_metrics(tmp_path / "1/samples.jsonl")
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WAYS_TO_SAMPLE]
+)
+def test_samples_do_not_depend_on_how_the_model_is_spread(name, folder, tmp_path, sampled_by_one):
+    """Three prompts, of which devices, stages and host memory hold parts of the weights and of the words."""
+    assert len({line["text"] for line in sampled_by_one}) > len(PROMPTS)  # they change with the training
+    assert sampled(folder, tmp_path / "run", WAYS_TO_SAMPLE[name]) == sampled_by_one
 
 
 def test_each_set_has_a_loss_of_its_own(folder, tmp_path):
@@ -164,8 +198,8 @@ def test_each_set_has_a_loss_of_its_own(folder, tmp_path):
         ({"eval_sets": ["rows.jsonl"]}, "expected NAME=SOURCE, such as medical=medical.jsonl"),
         ({"samples": {"every": 2}}, "there are no samples.prompts"),
         (
-            {"samples": {"prompts": ["a"]}, "strategy": "layerwise"},
-            "samples.prompts does not go with strategy layerwise",
+            {"samples": {"prompts": ["a"]}, "retrieval": {"pooling": "mean"}},
+            "samples.prompts does not go with retrieval.pooling",
         ),
     ],
 )

@@ -5,7 +5,7 @@ import sys
 import pytest
 from checkpoint_builders import write_folder
 from oracles import tiny_llama
-from runs import write_rows
+from runs import write_pairs, write_rows
 
 from zagora_jax import checking
 from zagora_jax.checking import check
@@ -27,10 +27,10 @@ def no_gpus(monkeypatch):
     monkeypatch.setattr(checking, "installed_gpus", list)
 
 
-def configure(world, *arguments, **options):
+def configure(world, *arguments, data=None, **options):
     given = {"output": world / "run", "sequence_length": 96} | options
     texts = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    return parse(CheckConfig, [str(world / "model"), str(world / "rows.jsonl"), *arguments, *texts])
+    return parse(CheckConfig, [str(world / "model"), str(data or world / "rows.jsonl"), *arguments, *texts])
 
 
 def found(report, level):
@@ -198,3 +198,38 @@ def test_the_command(world, tmp_path):
     assert "error: tokenizer: " in result.stdout
     assert "holds no tokenizer" in result.stdout
     assert "failed: 1 errors" in result.stdout
+
+
+PAIRS = {"retrieval.pooling": "last", "retrieval.hard_negatives": 1, "micro_batch_size": 2}
+
+
+def test_pairs_for_an_embedder_are_looked_at(world, tmp_path):
+    rows, held_out = write_pairs(tmp_path / "pairs.jsonl", 24), write_pairs(tmp_path / "held_out.jsonl", 5)
+    report = check(configure(world, data=rows, eval_data=held_out, gradient_accumulation_steps=3, **PAIRS))
+    assert report.passed
+    facts = json.loads(json.dumps(report.to_json()))["facts"]
+    assert (facts["data"]["pairs"], facts["data"]["texts"], facts["data"]["complete"]) == (24, 72, True)
+    assert (facts["eval_data"]["pairs"], facts["eval_data"]["texts"]) == (5, 10)
+    assert facts["steps"]["optimizer_steps"] == 4
+    of_one = check(configure(world, data=rows, **PAIRS | {"retrieval.hard_negatives": 0})).facts["memory"]
+    assert facts["memory"]["estimated_gib_a_device"] >= of_one["estimated_gib_a_device"]
+
+    short = check(configure(world, "--rows", "7", data=rows, **PAIRS | {"sequence_length": 12}))
+    assert short.facts["data"]["pairs"] == 7
+    assert "optimizer_steps" not in short.facts["steps"]
+    messages = [finding.message for finding in short.findings]
+    assert any(message.startswith("texts cut off at sequence_length 12: ") for message in messages)
+    assert any("only the first 7 rows" in message for message in messages)
+
+
+def test_a_wrong_pair_is_a_finding(world, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"query": "a", "positive": "b"}\n{"query": "a"}\n')
+    report = check(configure(world, data=tmp_path / "pairs.jsonl", **{"retrieval.pooling": "mean"}))
+    assert "pairs.jsonl, line 2: expected the keys query and positive" in found(report, "error")["data"]
+
+
+def test_every_set_of_held_out_rows_is_looked_at(world, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": 3}\n')
+    report = check(configure(world, eval_sets=f"good={world / 'rows.jsonl'},bad={tmp_path / 'bad.jsonl'}"))
+    assert report.facts["eval_set_good"]["rows"] == 11
+    assert "bad.jsonl, line 1" in found(report, "error")["eval set bad"]

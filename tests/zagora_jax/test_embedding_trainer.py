@@ -11,7 +11,6 @@ from runs import compiled_once, numbers, recorder, write_pairs
 from zagora_jax import EmbeddingTrainer
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.pairs import held_out_pairs, read_pairs, training_pairs
-from zagora_jax.data.prepare import training_rows
 from zagora_jax.embedding_model import hardest
 from zagora_jax.errors import UserError
 from zagora_jax.run_directory import RunDirectory
@@ -141,12 +140,6 @@ def test_wrong_rows_are_refused(tmp_path, row, message):
 def test_rows_without_enough_negatives_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"line 1, field negatives: retrieval.hard_negatives is 2, found 1"):
         trainer_into(folder, tmp_path / "run").train(folder / "pairs.jsonl", **{"retrieval.hard_negatives": 2})
-
-
-def test_check_and_preview_say_that_they_show_no_pairs(folder):
-    config = TrainConfig(model="m", data=[str(folder / "pairs.jsonl")], retrieval={"pooling": "last"})
-    with pytest.raises(UserError, match="rows are pairs of texts, which neither check nor preview shows"):
-        training_rows(config, None)
 
 
 def test_held_out_pairs_must_be_given(folder):

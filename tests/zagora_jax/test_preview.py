@@ -91,3 +91,28 @@ def test_command(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert f"error: {data}, line 1: expected an object, found a list" in result.stderr
+
+
+def test_pairs_for_an_embedder(tmp_path):
+    model = oracles.tiny_llama(tmp_path / "model")
+    data = tmp_path / "pairs.jsonl"
+    row = {"query": "Which [b]river?", "positive": "The \x1b[31mArda.", "negatives": ["No river.", "unused"]}
+    data.write_text(json.dumps(row) + "\n")
+    command = [sys.executable, "-m", "zagora_jax.preview", "--model", str(model), "--data", str(data)]
+    command += ["--retrieval.pooling", "last", "--retrieval.hard_negatives", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for line in (
+        "query, 15 tokens: Which [b]river?",
+        "positive, 14 tokens: The ␛[31mArda.",
+        "negatives[0], 9 tokens: No r",
+    ):
+        assert line in result.stdout
+    assert f"{data}, line 1\n" in result.stdout
+    assert "1 pairs of 1 rows, 3 texts, 38 tokens, longest text 15" in result.stdout
+    assert "unused" not in result.stdout
+    content = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    (pair,) = content["pairs"]
+    assert pair["query"]["text"] == row["query"]
+    assert len(pair["negatives[0]"]["tokens"]) == 9
+    assert content["statistics"]["texts"] == 3

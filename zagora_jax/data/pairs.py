@@ -10,8 +10,8 @@ Keys in `turns.METADATA_KEYS` are ignored; any other is refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from zagora_jax.data.held_out import is_held_out
 from zagora_jax.data.locate import locate_all
 from zagora_jax.data.rows import PlainText
 from zagora_jax.data.sources import Location, SourceRow, describe
+from zagora_jax.data.statistics import Tally
 from zagora_jax.data.turns import METADATA_KEYS, read_text
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import RetrievalConfig
@@ -42,15 +43,63 @@ class Pair:
     location: Location
 
 
-def read_pairs(sources: Sequence[str]) -> Iterator[Pair]:
+@dataclass
+class PairStatistics:
+    """What became of rows that were read.
+
+    Attributes:
+        rows: rows read, those of the other part among them.
+        pairs: those that are used.
+        texts: their queries, passages and negatives.
+        tokens: of these texts.
+        longest: tokens of the longest text.
+        truncated: texts that were cut off at the sequence length.
+        complete: whether all rows were read; the command check may stop earlier.
+    """
+
+    rows: int = 0
+    pairs: int = 0
+    texts: int = 0
+    tokens: int = 0
+    longest: int = 0
+    truncated: Tally = field(default_factory=Tally)
+    complete: bool = True
+
+    def __str__(self) -> str:
+        """A line for the numbers, and one for texts that were cut, if any."""
+        cut = f"\ntexts cut off at the sequence length: {self.truncated}" if self.truncated.count else ""
+        return (
+            f"{self.pairs:,} pairs of {self.rows:,} rows, {self.texts:,} texts, {self.tokens:,} tokens, longest text "
+            f"{self.longest:,}{cut}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for a program: JSON values under the attributes' names."""
+        first = [location._asdict() for location in self.truncated.first]
+        return asdict(self) | {"truncated": {"count": self.truncated.count, "first": first}}
+
+
+def read_pairs(
+    sources: Sequence[str], statistics: PairStatistics | None = None, first_rows: int | None = None
+) -> Iterator[Pair]:
     """Read the rows of all sources, as `locate` takes them.
+
+    Args:
+        sources: see above.
+        statistics: where rows are counted.
+        first_rows: rows read of each source at most; None: all.
 
     Raises:
         UserError: a row is wrong.
     """
+    statistics = statistics or PairStatistics()
     for _, files in locate_all(list(sources)):
-        for file in files:
-            yield from map(_pair, read_rows(file))
+        rows = chain.from_iterable(map(read_rows, files))
+        for row in islice(rows, first_rows):
+            statistics.rows += 1
+            yield _pair(row)
+        if first_rows is not None and next(rows, None) is not None:
+            statistics.complete = False
 
 
 def _pair(row: SourceRow) -> Pair:
@@ -79,15 +128,18 @@ def _text(value: Any, location: Location, field: str) -> str:
     return text
 
 
-def training_pairs(config: TrainConfig) -> list[Pair]:
-    """Read the rows of data, without those that eval_fraction holds out.
+def training_pairs(
+    config: TrainConfig, statistics: PairStatistics | None = None, first_rows: int | None = None
+) -> list[Pair]:
+    """Read the rows of data, without those that eval_fraction holds out; see `read_pairs`.
 
     Raises:
         UserError: there are none, or a row is wrong or has too few negatives.
     """
     if config.data is None:
         raise UserError("data is required: give --data on the command line, or data: in the YAML file")
-    pairs = [pair for pair in read_pairs(config.data) if not _is_held_out(pair, config.eval_fraction)]
+    read = read_pairs(config.data, statistics, first_rows)
+    pairs = [pair for pair in read if not _is_held_out(pair, config.eval_fraction)]
     if not pairs:
         raise UserError(f"{', '.join(config.data)}: eval_fraction leaves no row to train on")
     wanted = config.retrieval.hard_negatives
@@ -100,17 +152,25 @@ def training_pairs(config: TrainConfig) -> list[Pair]:
     return pairs
 
 
-def held_out_pairs(config: TrainConfig, sources: Sequence[str] | None = None) -> list[Pair]:
+def held_out_pairs(
+    config: TrainConfig,
+    sources: Sequence[str] | None = None,
+    statistics: PairStatistics | None = None,
+    first_rows: int | None = None,
+) -> list[Pair]:
     """Read the rows of `sources`, or else of eval_data, or else those of data that eval_fraction holds out.
+
+    See `read_pairs`.
 
     Raises:
         UserError: there are none, or a row is wrong.
     """
     if chosen := sources or config.eval_data:
-        return list(read_pairs(chosen))
+        return list(read_pairs(chosen, statistics, first_rows))
     if not config.eval_fraction:
         raise UserError("no pairs are held out: give some, eval_data or eval_fraction")
-    pairs = [pair for pair in read_pairs(config.data or []) if _is_held_out(pair, config.eval_fraction)]
+    read = read_pairs(config.data or [], statistics, first_rows)
+    pairs = [pair for pair in read if _is_held_out(pair, config.eval_fraction)]
     if not pairs:
         raise UserError(f"{', '.join(config.data or [])}: eval_fraction holds no row out")
     return pairs
@@ -154,28 +214,40 @@ class PairBatches(Batches):
         return (order[:, None] * self.group + np.arange(self.group)).reshape(-1)
 
 
-def pair_batches(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, replicas: int) -> PairBatches:
-    """Tokenise the training pairs and lay them out in batches; micro_batch_size counts pairs.
+def tokenized_pairs(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair], statistics: PairStatistics
+) -> Iterator[Example]:
+    """Tokenise the texts of pairs: of each its query, its passage and its hard negatives; `statistics` counts them."""
+    length, statistics.pairs = config.sequence_length, len(pairs)
+    texts = [(text, pair.location) for pair in pairs for text in _texts(pair, config.retrieval)]
+    for tokens, (text, location) in zip(tokenized((text for text, _ in texts), tokenizer, length), texts, strict=True):
+        statistics.texts += 1
+        statistics.tokens += len(tokens)
+        statistics.longest = max(statistics.longest, len(tokens))
+        if len(tokens) == length and len(tokenizer(text)["input_ids"]) > length:
+            statistics.truncated.add(location)
+        yield Example(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), location)
+
+
+def pair_batches(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, replicas: int, first_rows: int | None = None
+) -> tuple[PairBatches, PairStatistics]:
+    """Tokenise the training pairs and lay them out in batches; micro_batch_size counts pairs. See `read_pairs`.
 
     Raises:
         UserError: something is wrong with the rows.
     """
-    pairs, options = training_pairs(config), config.retrieval
-    group = options.texts_of_a_pair
-    texts = (text for pair in pairs for text in _texts(pair, options))
-    locations = (pair.location for pair in pairs for _ in range(group))
-    examples = Examples.of(
-        Example(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), location)
-        for tokens, location in zip(tokenized(texts, tokenizer, config.sequence_length), locations, strict=True)
-    )
-    return PairBatches(
-        examples,
+    statistics, group = PairStatistics(), config.retrieval.texts_of_a_pair
+    pairs = training_pairs(config, statistics, first_rows)
+    batches = PairBatches(
+        Examples.of(tokenized_pairs(config, tokenizer, pairs, statistics)),
         group=group,
         sequence_length=config.sequence_length,
         micro_batch_size=config.micro_batch_size * replicas * group,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         seed=config.seed,
     )
+    return batches, statistics
 
 
 def _texts(pair: Pair, options: RetrievalConfig) -> Iterator[str]:

@@ -11,8 +11,9 @@ from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batches, Share
 from zagora_jax.data.examples import Example, Examples
 from zagora_jax.data.held_out import is_held_out, is_in_part
-from zagora_jax.data.pairs import pair_batches
+from zagora_jax.data.pairs import PairStatistics, pair_batches
 from zagora_jax.data.sources import Location
+from zagora_jax.data.statistics import Statistics
 from zagora_jax.data.tokenize import Preparation, TokenizedData, tokenize_rows
 from zagora_jax.errors import UserError
 from zagora_jax.reporting.progress import Reporter
@@ -28,13 +29,13 @@ def training_batches(config: TrainConfig, base: BaseModel, replicas: int, report
         reporter: told what became of the rows.
     """
     if config.retrieval.pooling != "none":
-        batches = pair_batches(config, base.tokenizer(), replicas)
-        reporter.say(f"data: {len(batches.examples) // batches.group:,} pairs, {batches.group} texts each in a step")
+        batches, statistics = pair_batches(config, base.tokenizer(), replicas)
+        _report(statistics, reporter, "data")
         return batches
     if base.synthetic:
         return lay_out(config, _random_examples(config, base.model.config.vocab_size, replicas), replicas)
     data = training_rows(config, base.tokenizer())
-    _report(data, reporter, "data")
+    _report(data.statistics, reporter, "data")
     return lay_out(config, data.examples, replicas, mixture(config, data))
 
 
@@ -45,7 +46,7 @@ def evaluation_batches(
     if not sources and not config.eval_data and not config.eval_fraction:
         return None
     data = held_out_rows(config, base.tokenizer(), sources)
-    _report(data, reporter, "eval data")
+    _report(data.statistics, reporter, "eval data")
     return Batches(
         data.examples,
         sequence_length=config.sequence_length,
@@ -63,11 +64,6 @@ def training_rows(
     Raises:
         UserError: there is no data, or something is wrong with it.
     """
-    if config.retrieval.pooling != "none":
-        raise UserError(
-            f"retrieval.pooling {config.retrieval.pooling}: rows are pairs of texts, which neither check nor preview "
-            "shows"
-        )
     if config.data is None:
         raise UserError("data is required: give --data on the command line, or data: in the YAML file")
     fraction, (part, parts) = config.eval_fraction, config.sites.part
@@ -128,8 +124,8 @@ def _preparation(config: TrainConfig, first_rows: int | None) -> Preparation:
     return Preparation(config.sequence_length, config.long_rows, config.overlap, config.max_left_out, first_rows)
 
 
-def _report(data: TokenizedData, reporter: Reporter, name: str) -> None:
-    for line in str(data.statistics).splitlines():
+def _report(statistics: Statistics | PairStatistics, reporter: Reporter, name: str) -> None:
+    for line in str(statistics).splitlines():
         reporter.say(f"{name}: {line}")
 
 
