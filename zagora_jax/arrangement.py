@@ -49,7 +49,10 @@ class CompiledStep(Protocol):
     """An optimizer step that runs; it refuses other shapes instead of compiling again."""
 
     def __call__(self, state: Any, frozen: nnx.State, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
-        """Return the new state and the metrics; the old state is used up."""
+        """Return the new state and the metrics; the old state is used up.
+
+        Where layers have moved to other stages since the step, the metrics have their number, `moved_layers`.
+        """
 
     def finish(self, state: Any) -> tuple[Any, Mapping[str, Any]]:
         """Apply what the last step left for a next one; returns the new state, and metrics of that if there was any."""

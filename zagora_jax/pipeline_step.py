@@ -90,7 +90,10 @@ class PipelineStep:
             seconds = seconds_of(self.work, self.pipeline.layers)
             move = self._balancer.observe(seconds, self.pipeline.layers)
             if move is not None:
+                before = self.pipeline.layers
                 state = self._move(move, state, frozen, seconds)
+                if moved := moved_layers(before, self.pipeline.layers):
+                    metrics["moved_layers"] = np.int32(moved)
         return state, metrics
 
     def _take(self, state: PipelineState, frozen: nnx.State, batch: Batch) -> tuple[PipelineState, dict[str, Any]]:

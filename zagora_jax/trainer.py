@@ -431,7 +431,9 @@ class _Run:
             mesh = self.arrangement.mesh
             require_fit(planned, self._config_as_run, self.base, mesh)
             require_pinned_memory(sum(compiled.planned_host_memory().values()), mesh.devices.flat[0].platform)
-        self._report_layout(compiled, planned)
+        layout = self._write_layout(compiled)
+        for name, size in (layout["wire_bytes_a_step"] or {}).items():
+            self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
         return compiled
 
     def _objective(self) -> Objective:
@@ -442,8 +444,9 @@ class _Run:
         assert isinstance(self.batches, PairBatches), "embedders train on pairs"
         return Contrastive(pooling, self.config.retrieval.temperature, self.batches.group)
 
-    def _report_layout(self, compiled: CompiledStep, planned: Mapping[jax.Device, int]) -> None:
-        """Write down where the arrays are, and say what crosses between devices in a step."""
+    def _write_layout(self, compiled: CompiledStep) -> dict[str, Any]:
+        """Write down where the arrays are, and what crosses between devices in a step; returns it."""
+        planned = compiled.planned_memory()
         layout = self.arrangement.layout(self.state_shapes)
         layout["layers"] = self.base.model.config.num_layers
         layout["planned_bytes_a_device"] = {f"{device.platform}:{device.id}": size for device, size in planned.items()}
@@ -455,8 +458,14 @@ class _Run:
             layout["wire_bytes_a_step"] = None
             self.reporter.say(f"what a step puts on the wire cannot be read from its program: {error}")
         self.directory.write_layout(layout)
-        for name, size in (layout["wire_bytes_a_step"] or {}).items():
-            self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
+        return layout
+
+    def _follow_moved_layers(self, compiled: CompiledStep) -> None:
+        """Write down where everything is now."""
+        self.planned = compiled.planned_memory()
+        self._write_layout(compiled)
+        self.facts |= self.arrangement.facts()
+        self.directory.update_report({"facts": self.facts})
 
     def _loop(
         self,
@@ -497,6 +506,8 @@ class _Run:
                         state = self._finish(compiled, state, metrics)
                     state, exchanged = self._exchange_with_sites(state, number, ends=number == last)
                     metrics |= exchanged
+                    if "moved_layers" in metrics:
+                        self._follow_moved_layers(compiled)
                     metrics |= skipped.after(metrics)
                     metrics |= self.sensors.after_step()
                     metrics |= saver.after(number, is_good=not skipped.in_a_row)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -16,7 +17,7 @@ from models.llama import Llama
 from models.parameters import Path, by_path
 from sharding.balance import Slowdown, StageCost, choose_cut, explain, pace
 from sharding.compression import Compression
-from sharding.moving import recut_trees
+from sharding.moving import moved_layers, recut_trees
 from sharding.spread import Spread
 from zagora_jax.arrangement import CompiledEvaluation, CompiledNextTokens, CompiledStep, Recipe, Say, silent
 from zagora_jax.checkpoints.load import is_stacked
@@ -47,6 +48,8 @@ class WatchedStages(EqualStages):
 
     def facts(self) -> dict[str, str]:
         """Name the devices and the cut."""
+        if self.programs is not None:
+            return self.programs.facts()
         cut = f"{', '.join(map(str, self.layers))}, in one program as long as no card is slow"
         return super().facts() | {"layers of each stage": cut}
 
@@ -151,6 +154,9 @@ class WatchedStep:
         seconds = _seconds() - started
         if self._has_run and self._slowdown.observe(seconds):
             state = self._rebalance(state, frozen, seconds)
+            if (programs := self._stages.programs) is not None:
+                moved = moved_layers(self._stages.layers, programs.layers)
+                metrics = {**metrics, "moved_layers": np.int32(moved)}
         self._has_run = True
         return state, metrics
 

@@ -14,6 +14,7 @@ from zagora_jax import trainer
 from zagora_jax.callbacks import Callback, Sample, Sampled
 from zagora_jax.checkpoints.run_state import SavedStates
 from zagora_jax.config import EvaluateConfig, TrainConfig
+from zagora_jax.distribution import Distribution, SpreadStep
 from zagora_jax.evaluate_run import evaluate_run
 from zagora_jax.evaluation import Evaluation
 from zagora_jax.generation import Sampling, open_generator
@@ -169,6 +170,24 @@ def test_samples_do_not_depend_on_how_the_model_is_spread(name, folder, tmp_path
     """Three prompts, of which devices, stages and host memory hold parts of the weights and of the words."""
     assert len({line["text"] for line in sampled_by_one}) > len(PROMPTS)  # they change with the training
     assert sampled(folder, tmp_path / "run", WAYS_TO_SAMPLE[name]) == sampled_by_one
+
+
+def test_the_layout_is_written_again_when_layers_have_moved(folder, tmp_path, monkeypatch):
+    take_step, layout = SpreadStep.__call__, Distribution.layout
+    cuts = [[1, 1], [2, 0]]
+
+    def moving(self, state, frozen, batch):
+        state, metrics = take_step(self, state, frozen, batch)
+        cuts.pop(0)
+        return state, metrics if cuts else {**metrics, "moved_layers": np.int32(1)}
+
+    monkeypatch.setattr(SpreadStep, "__call__", moving)
+    monkeypatch.setattr(Distribution, "layout", lambda *given: {**layout(*given), "layers_of_stages": cuts[:1]})
+    monkeypatch.setattr(Distribution, "facts", lambda _: {"layers of each stage": str(cuts[:1])})
+    train(configure(folder, tmp_path / "run", max_steps=2, eval_every=0), recorder()[0])
+    assert json.loads((tmp_path / "run/layout.json").read_text())["layers_of_stages"] == []
+    assert json.loads((tmp_path / "run/report.json").read_text())["facts"]["layers of each stage"] == "[]"
+    assert [line.get("moved_layers") for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [None, 1]
 
 
 def test_each_set_has_a_loss_of_its_own(folder, tmp_path):

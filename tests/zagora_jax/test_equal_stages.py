@@ -1,5 +1,6 @@
 """Equal stages in one program against one device, and against stages with a program each."""
 
+import json
 from functools import partial
 
 import eight_devices
@@ -19,8 +20,10 @@ from zagora_jax.distribution import Distribution
 from zagora_jax.equal_stages import EqualStages
 from zagora_jax.errors import UserError
 from zagora_jax.optimizer import make_optimizer
-from zagora_jax.option_groups import BalanceConfig, MeshConfig, OffloadConfig
+from zagora_jax.option_groups import BalanceConfig, MeshConfig, OffloadConfig, SamplesConfig
 from zagora_jax.pipeline import Balance, Pipeline
+from zagora_jax.reporting.report_page import layer_shares
+from zagora_jax.run_directory import RunDirectory, read_metrics
 from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import initial_state
 from zagora_jax.trainer import train
@@ -241,8 +244,37 @@ def test_layers_leave_a_slow_card_and_nothing_else_changes(subject, monkeypatch,
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     assert furthest(state, one) < 2e-4
     assert cuts == [[2, 2]] * 4 + [layers] * 2
+    assert arrangement.facts()["layers of each stage"].startswith(f"{layers[0]}, {layers[1]}")
     (line,) = heard
     assert said in line
+
+
+@pytest.mark.slow
+def test_what_a_run_says_of_its_layout_follows_its_layers(tmp_path, monkeypatch):
+    """Layers move behind the fifth step; samples and evaluations after that come from the stages as they are then."""
+    monkeypatch.setattr(watched_stages, "_seconds", Clock())
+    monkeypatch.setattr(Pipeline, "measured_costs", lambda *_: SLOW)
+    model = oracles.tiny_llama(tmp_path / "model", num_hidden_layers=4)
+    rows, prompts = runs.write_rows(tmp_path / "rows.jsonl", 12), ["What is 3?"]
+
+    def run(name, **options):
+        samples = SamplesConfig(prompts=prompts, every=6, max_new_tokens=2)
+        common = {"eval_data": [rows], "samples": samples, "max_steps": 7}
+        train(runs.tiny_config(model, tmp_path / name, rows, **common, **options), runs.recorder()[0])
+        return RunDirectory(tmp_path / name)
+
+    balance = BalanceConfig(threshold=0.2, patience=2)
+    moved = run("moved", strategy="layerwise", mesh=MeshConfig(stage=2), devices=[0, 1], balance=balance)
+    layout = json.loads(moved.layout.read_text())
+    assert layout["layers_of_stages"] == [1, 3]
+    assert dict(layer_shares(layout)) == {"cpu:0": [1, 0, 0, 0], "cpu:1": [0, 1, 1, 1]}
+    assert moved.read_report()["facts"]["layers of each stage"].startswith("1, 3; a program for each")
+    lines = read_metrics(moved.metrics)
+    assert [line["step"] for line in lines if "moved_layers" in line] == [5]
+    one = run("one", devices=[0])
+    assert read_metrics(moved.samples) == read_metrics(one.samples)
+    losses = (of.read_report()["loss_after"] for of in (moved, one))
+    assert next(losses) == pytest.approx(next(losses), rel=TOLERANCE)
 
 
 @pytest.mark.slow
