@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from sharding.flat import FlatShard, padded_size
 from sharding.mesh import parameter_parts
 from sharding.rules import PINNED, RULES, named_sharding, pinned
+from sharding.spanning import place
 
 UNIT = 256
 
@@ -135,7 +136,7 @@ class Spread:
             padding = [(0, size - have) for size, have in zip(stored, array.shape, strict=True)]
         if any(after for _, after in padding):
             array = numpy.pad(array, padding)
-        return self.wrap(jax.device_put(array.reshape(stored), self._sharding(axes)))
+        return self.wrap(place(array.reshape(stored), self._sharding(axes)))
 
     def zeros(self) -> Any:
         """Return the step's form, filled with zeros in place."""

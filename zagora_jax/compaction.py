@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from sharding.rules import PINNED
 
@@ -54,12 +55,28 @@ def compact(arrays: Any, planned: Mapping[jax.Device, int]) -> Any:
             border = first_moved(of_leaves.values(), free, needed)
             moved |= {number for number, block in of_leaves.items() if border is not None and block.start >= border}
     order = sorted(moved, key=lambda number: -leaves[number].nbytes)
-    on_host = {number: (leaves[number].sharding, jax.device_get(leaves[number])) for number in order}
+    on_host = {number: (leaves[number].sharding, _on_host(leaves[number])) for number in order}
     for number in order:
         leaves[number].delete()
     for number, (sharding, array) in on_host.items():
-        leaves[number] = jax.device_put(array, sharding)
+        leaves[number] = _put(array, sharding)
     return jax.tree.unflatten(tree, leaves)
+
+
+def _on_host(array: jax.Array) -> Any:
+    """Copy an array to the host; of one that processes share, the pieces that are here."""
+    if array.sharding.is_fully_addressable:
+        return jax.device_get(array)
+    return array.shape, [(shard.device, np.asarray(shard.data)) for shard in array.addressable_shards]
+
+
+def _put(on_host: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Undo `_on_host`."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(on_host, sharding)
+    shape, pieces = on_host
+    arrays = [jax.device_put(piece, device) for device, piece in pieces]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _stats(device: jax.Device) -> Mapping[str, int]:

@@ -224,6 +224,20 @@ class TrainConfig(CommandConfig):
     devices: Indices | None = Field(
         default=None, description="The numbers of the devices to use, in the mesh's order; all where not given."
     )
+    coordinator: str | None = Field(
+        default=None,
+        pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}$",
+        description="HOST:PORT, a free port of the machine of process 0, at which the processes of a run on several "
+        "machines (or on one) find each other. SLURM, Open MPI, Kubernetes and torchrun tell it.",
+    )
+    process_count: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many processes run this command together; else as a launcher tells, or 1.",
+    )
+    process_index: int | None = Field(
+        default=None, ge=0, description="The number of this process among them, from 0; else as the launcher tells."
+    )
     mesh: MeshConfig = MeshConfig()
     stage_layers: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
         default="auto",

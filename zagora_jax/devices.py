@@ -42,7 +42,7 @@ def limit_memory(gib: float) -> None:
     fraction = gib * GIB / max(totals)
     if fraction < 1:
         _set_here = os.environ[_FRACTIONS[0]] = f"{fraction:.6f}"
-    for device in jax.devices():
+    for device in jax.local_devices():
         limit = memory_limit(device)
         if limit is None or limit > gib * GIB * 1.01:
             found = "an allocator without limits" if limit is None else f"a limit of {limit / GIB:.1f} GiB"
@@ -61,7 +61,17 @@ TAKES_LESS = (
 
 def memory_limit(device: jax.Device) -> int | None:
     """Return the bytes that XLA's allocator may take of a device; a CPU's memory has no limit of XLA's."""
+    if device.id in _limits_elsewhere and device.process_index != jax.process_index():
+        return _limits_elsewhere[device.id]
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+_limits_elsewhere: dict[int, int | None] = {}
+
+
+def know_limits(limits: Mapping[int, int | None]) -> None:
+    """Take note of the limits of other processes' devices, which these alone can read, by the devices' numbers."""
+    _limits_elsewhere.update(limits)
 
 
 def lacking_memory(planned: Mapping[jax.Device, int], what: str = "the step") -> str | None:

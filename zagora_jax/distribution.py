@@ -27,6 +27,7 @@ from sharding.layer_exchange import LayerExchange
 from sharding.mesh import SHARD_AXES, rows_divisor, shard_count
 from sharding.program import collectives, memory, traffic
 from sharding.rules import named_sharding, partition_spec
+from sharding.spanning import place
 from sharding.spread import Spread
 from sharding.targets import lower_for
 from sharding.tensor import Parts, alike, enter, leave
@@ -307,7 +308,7 @@ class Distribution:
 
     def put_batch(self, batch: Batch) -> Batch:
         """Spread a batch's rows."""
-        return Batch(*(jax.device_put(np.asarray(array), named_sharding(self.mesh, BATCH_AXES)) for array in batch))
+        return Batch(*(place(np.asarray(array), named_sharding(self.mesh, BATCH_AXES)) for array in batch))
 
     def device_bytes(self, like: TrainState) -> dict[str, int]:
         """Return the bytes that a device holds, by kind; `like` gives the shapes of the training state."""

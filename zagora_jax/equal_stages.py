@@ -205,20 +205,28 @@ def _of_layers(frozen: nnx.State) -> nnx.State:
 
 
 class EqualDestination:
-    """Where parameters go: each layer to the devices of its stage, the rest to all."""
+    """Where parameters go: each layer to the devices of its stage, the rest to all.
+
+    In place of the layers of stages that no device of this process belongs to there is None.
+    """
 
     def __init__(self, whole: Distribution, stages: Sequence[Distribution]):
         """Make room; `stages` describe the equal parts of `whole`."""
         self._whole, self._stages = whole, stages
         self._layers_of_each = stages[0].model.config.num_layers
+        own = jax.process_index()
+        self._is_own = [any(d.process_index == own for d in stage.mesh.devices.flat) for stage in stages]
 
     def empty(self, path: Path, declared: Any) -> Any:
         """Return every stage's stack of layers of a frozen parameter, without values yet."""
-        return tuple(stage.empty(path, declared) for stage in self._stages)
+        empty = zip(self._stages, self._is_own, strict=True)
+        return tuple(stage.empty(path, declared) if is_own else None for stage, is_own in empty)
 
     def set_layer(self, path: Path, stack: Any, value: Any, layer: int) -> Any:
         """Put one layer's value into the stack of its stage."""
         index, own = divmod(layer, self._layers_of_each)
+        if not self._is_own[index]:
+            return stack
         return (*stack[:index], self._stages[index].set_layer(path, stack[index], value, own), *stack[index + 1 :])
 
     def whole(self, path: Path, value: Any) -> Any:
@@ -233,7 +241,8 @@ class EqualDestination:
             value = variable.get_value()
             if type(value) is not tuple:
                 return variable
-            return variable.replace(jax.tree.map(_joined, spreads[path].get_value(), *value))
+            own = [stage for stage in value if stage is not None]
+            return variable.replace(jax.tree.map(_joined, spreads[path].get_value(), *own))
 
         return nnx.from_flat_state([(path, of_variable(path, v)) for path, v in by_path(parameters).items()])
 

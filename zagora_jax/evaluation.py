@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from zagora_jax import interruption
+from zagora_jax import interruption, processes
 from zagora_jax.arrangement import Arrangement
 from zagora_jax.data.batches import Batch, Batches
 from zagora_jax.hanging import Pace
@@ -63,7 +63,8 @@ def totals(step: EvaluationStep, adapters: Any, batches: Iterable[Batch]) -> Tot
     total, weight, count = 0.0, 0.0, 0
     pace = Pace()
     for number, batch in enumerate(batches, start=1):
-        interruption.check()
+        if processes.present().is_to_stop():
+            interruption.check()
         with pace.watched(f"evaluation, batch {number}"):
             batch_total, batch_weight = map(float, step(adapters, batch))
         total, weight = total + batch_total, weight + batch_weight

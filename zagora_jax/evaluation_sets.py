@@ -41,6 +41,11 @@ class HeldOutText:
 
     batches: Batches
 
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the rows."""
+        return self.batches.fingerprint
+
     def compile(self, options: ForwardOptions, arrangement: Arrangement, frozen: Any) -> Callable[[Any], Measured]:
         """Compile the loss."""
         step = compile_evaluation(options, arrangement, frozen, self.batches)

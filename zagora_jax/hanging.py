@@ -180,13 +180,25 @@ def _remember_hanging() -> None:
     _hung = True
 
 
+def leave_at_once() -> None:
+    """Let `leave` end the process without waiting for threads and what libraries do at the end."""
+    _remember_hanging()
+
+
+def wait_for_saves(seconds: float) -> None:
+    """Wait until no save is under way, but not longer."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and _watchdog and any(activity.saves for activity in list(_watchdog.activities)):
+        time.sleep(POLLING)
+
+
 def leave(status: int) -> int:
     """Return the exit status of a process that is done, or end it where a thread hangs that it would wait for."""
+    if _hung or (_watchdog is not None and any(activity.named for activity in _watchdog.activities)):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     if _watchdog is not None:
-        if _hung or any(activity.named for activity in _watchdog.activities):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
         _watchdog.leaving = status
     return status
 

@@ -138,6 +138,12 @@ def requested() -> bool:
     return _current is not None and _current.received is not None
 
 
+def ask() -> None:
+    """Ask this process to end, since a signal has asked another process of its run."""
+    if _current is not None and _current.received is None:
+        _current.received = signal.SIGTERM
+
+
 def check() -> None:
     """Raise `Interrupted` where a signal has asked the process to end."""
     if _current is not None and _current.received is not None:

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from models.stream_order import StreamOrder
+from zagora_jax import processes
 from zagora_jax.arrange import arrange, why_not_one_jit
 from zagora_jax.base import BaseModel
 from zagora_jax.checkpoints.load import is_stacked, trained_in_full
@@ -127,7 +128,7 @@ def settle_source(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callabl
     if source != "auto" and problem:
         raise UserError(f"--offload.weights-from {source}: {problem}")
     if source == "auto":
-        slots = None if problem else _room(config, base, mesh, say)
+        slots = None if problem or not processes.present().alone else _room(config, base, mesh, say)
         offload = config.offload.model_copy(update={"weights_from": slots or "host"})
         config = config.model_copy(update={"offload": offload})
     return config

@@ -45,6 +45,9 @@ FREE_OPTIONS = {
     "stage_form",  # likewise
     "balance",  # likewise
     "devices",  # likewise
+    "coordinator",  # likewise
+    "process_count",  # likewise
+    "process_index",  # likewise
     "mesh",  # likewise
     "micro_batch_size",  # likewise; how many rows a step has is compared with the data
     "gradient_accumulation_steps",  # likewise

@@ -11,6 +11,7 @@ from flax import nnx
 from models.parameters import split
 from models.pooling import Pooling
 from sharding.rules import partition_spec
+from sharding.spanning import on_host
 from zagora_jax.contrastive import embed
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.pairs import Pair, tokenized
@@ -90,7 +91,7 @@ class Embedder:
 
         arguments = (spread.abstract_adapters(), spread.abstract_frozen(), spread.abstract_batch(batch))
         compiled = spread.compile(embed_all, arguments, partition_spec(("accumulation", "rows", None)))
-        return lambda adapters, frozen, batch: np.asarray(compiled(adapters, frozen, spread.put_batch(batch)))
+        return lambda adapters, frozen, batch: on_host(compiled(adapters, frozen, spread.put_batch(batch)))
 
 
 @dataclass(frozen=True)

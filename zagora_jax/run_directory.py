@@ -51,6 +51,11 @@ class RunDirectory:
         return self.path / "layout.json"
 
     @property
+    def connections(self) -> Path:
+        """How fast the devices reach each other, as measured at the start."""
+        return self.path / "connections.json"
+
+    @property
     def samples(self) -> Path:
         """One JSON object for every prompt and each time that it was answered."""
         return self.path / "samples.jsonl"
@@ -145,7 +150,7 @@ class RunDirectory:
     def create(self) -> None:
         """Make the directory, see that it can be written to, and remove files that a broken run left half written."""
         self._make()
-        ours = [self.config, self.metrics, self.report, self.report_page, self.layout]
+        ours = [self.config, self.metrics, self.report, self.report_page, self.layout, self.connections]
         for file in ours + [self.adapter / name for name in (CONFIG, WEIGHTS)]:
             for remains in file.parent.glob(f".{file.name}.*.tmp"):
                 remains.unlink()
@@ -168,7 +173,8 @@ class RunDirectory:
 
     def write_config(self, config: TrainConfig) -> None:
         """Write config.yaml, from which the same run can be begun again, from any working directory."""
-        save_config(config.with_absolute_paths().model_copy(update={"resume": False}), self.config)
+        of_this_start = dict.fromkeys(("coordinator", "process_count", "process_index"), None)
+        save_config(config.with_absolute_paths().model_copy(update={"resume": False, **of_this_start}), self.config)
 
     def read_report(self) -> dict[str, Any]:
         """Read report.json; empty where there is none yet."""
@@ -177,6 +183,10 @@ class RunDirectory:
     def write_layout(self, layout: Mapping[str, Any]) -> None:
         """Write layout.json."""
         write_bytes(self.layout, (json.dumps(layout, indent=2) + "\n").encode())
+
+    def write_connections(self, measured: Mapping[str, Any]) -> None:
+        """Write connections.json."""
+        write_bytes(self.connections, (json.dumps(measured, indent=1) + "\n").encode())
 
     def update_report(self, entries: Mapping[str, Any]) -> None:
         """Add `entries` to report.json."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from models.parameters import split
 from sharding.rules import named_sharding
-from zagora_jax import interruption
+from sharding.spanning import on_host, place
+from zagora_jax import interruption, processes
 from zagora_jax.arrangement import Arrangement, CompiledNextTokens
 from zagora_jax.base import BaseModel
 from zagora_jax.callbacks import Sample, Sampled
@@ -58,7 +58,8 @@ class RunSamples:
         """
         self._path, self._tell = path, tell
         self._sampler = None if options.prompts is None else Sampler(options, base, arrangement, forward)
-        self._recorded = {line["step"] for line in read_metrics(path) if line["step"] <= first_step}
+        recorded = [line["step"] for line in read_metrics(path) if line["step"] <= first_step]
+        self._recorded = set(processes.present().from_first(recorded))
 
     def take(self, step: int, adapters: Any, frozen: Any) -> None:
         """Answer after `step` finished steps, and tell, and write it down; unless that was done already."""
@@ -129,8 +130,8 @@ class Cached:
     def __call__(self, adapters: Any, frozen: Any) -> np.ndarray:
         """Continue; see `Continue`."""
         rows = self._sharding
-        given = (jax.device_put(self._tokens, rows), jax.device_put(self._lengths[:, None], rows))
-        return np.asarray(self._compiled(adapters, frozen, *given))
+        given = (place(self._tokens, rows), place(self._lengths[:, None], rows))
+        return on_host(self._compiled(adapters, frozen, *given))
 
     @cached_property
     def _sharding(self) -> jax.sharding.NamedSharding:
@@ -193,9 +194,10 @@ class Recomputing:
         tokens, rows = self._tokens.copy(), np.arange(len(self._tokens))
         is_open = np.full(len(rows), True)
         for length in range(self._max_new_tokens):
-            interruption.check()
+            if processes.present().is_to_stop():
+                interruption.check()
             lengths = self._lengths + length
-            chosen = np.asarray(self._compiled(adapters, frozen, self._batch(tokens, lengths)))
+            chosen = on_host(self._compiled(adapters, frozen, self._batch(tokens, lengths)))
             tokens[rows, lengths] = chosen
             is_open &= ~np.isin(chosen, self._ends)
             if not is_open.any():

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from zagora_jax import processes
 from zagora_jax.checkpoints.background import BackgroundWriter
 from zagora_jax.hanging import watched
 from zagora_jax.train_state import TrainState
@@ -58,7 +59,7 @@ class Saver:
         """
         self._finished, self._is_good = step, is_good
         self._is_due |= step == self._first_step + 1 or step % self._every == 0
-        self._is_put_off = self._is_due and is_good and self._background.is_busy()
+        self._is_put_off = self._is_due and is_good and any(processes.present().any_of(self._background.is_busy()))
         if not self._is_put_off:
             return {}
         self.put_off += 1
@@ -102,12 +103,16 @@ class Saver:
     def rescuing(self, latest: Callable[[], TrainState]) -> Iterator[None]:
         """Where the block fails, save the last finished step first, if its state is good and still there.
 
+        Of several processes one fails, and the pieces of the others cannot be had.
+
         Args:
             latest: returns its state, whose arrays a step that failed may have used up.
         """
         try:
             yield
         except Exception as error:
+            if not processes.present().alone:
+                raise  # the others are amid a step, and bring nothing together
             state = latest()
             used_up = any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
             if self._finished > self._saved and self._is_good and not used_up and not self._background.has_failed:

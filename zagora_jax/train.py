@@ -20,6 +20,8 @@ def main(config: TrainConfig) -> None:
             f"{config.output}: every finished step is saved; the same command with --resume goes on from there"
         )
         raise
+    if not result.is_told_here:
+        return
     if result.loss_before is not None and result.loss_after is not None:
         reporter.say(f"eval loss {result.loss_before:.4f} before, {result.loss_after:.4f} after")
     reporter.say(f"adapter: {result.run_directory / 'adapter'}")

@@ -11,17 +11,18 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from models.lora import initial_adapter
 from models.parameters import split
-from zagora_jax import interruption
+from zagora_jax import interruption, processes, shared_run
 from zagora_jax.adapter import (
     open_adapter,
     save_adapter,
     with_adapters_options,
 )
 from zagora_jax.arrange import arrange
-from zagora_jax.arrangement import CompiledStep, Recipe
+from zagora_jax.arrangement import Arrangement, CompiledStep, Recipe
 from zagora_jax.base import open_base
 from zagora_jax.callbacks import Begin, Callback, Callbacks, End, Evaluated, Saved
 from zagora_jax.callbacks import Step as StepEvent
@@ -30,7 +31,6 @@ from zagora_jax.checkpoints.load import Destination
 from zagora_jax.checkpoints.run_state import SavedStates, StateWriter
 from zagora_jax.compaction import compact
 from zagora_jax.config import TrainConfig
-from zagora_jax.connections import try_connections
 from zagora_jax.contrastive import Contrastive
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.pairs import PairBatches
@@ -73,12 +73,21 @@ Measure = Callable[[Any], Evaluation]  # of adapters that are laid out
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What came of a run; the losses are those on eval-data, None where none was given."""
+    """What came of a run.
+
+    Attributes:
+        run_directory: where it wrote.
+        steps: finished ones.
+        loss_before: on eval-data before the first step; None where none was given.
+        loss_after: the same after the last.
+        is_told_here: whether this process is the one of the run that tells people.
+    """
 
     run_directory: Path
     steps: int
     loss_before: float | None
     loss_after: float | None
+    is_told_here: bool = True
 
 
 def train(config: TrainConfig, reporter: Reporter | None = None, callbacks: Sequence[Callback] = ()) -> TrainResult:
@@ -94,7 +103,7 @@ def train(config: TrainConfig, reporter: Reporter | None = None, callbacks: Sequ
             device that fails.
         Interrupted: SIGTERM, SIGINT or SIGHUP came; every finished step is saved.
     """
-    with interruption.interruptible():
+    with interruption.interruptible(), processes.joined(config):
         run = _Run(config, reporter or Reporter(), callbacks)
         try:
             return run.train()
@@ -114,12 +123,16 @@ class _Run:
 
     def __init__(self, config: TrainConfig, reporter: Reporter, callbacks: Sequence[Callback] = ()):
         config = with_adapters_options(config)
-        self.config, self.reporter = config, reporter
-        self.callbacks = Callbacks([*callbacks, *attached(config, reporter.say)])
+        self.processes = processes.present()
+        shared_run.require_shareable(config, self.processes)
+        self.config, self.reporter = config, shared_run.own_reporter(self.processes, reporter, config.output)
+        written = attached(config, reporter.say) if self.processes.is_first else []
+        self.callbacks = Callbacks([*callbacks, *written])
         allow_pinned_memory(config)
         if config.device_memory_limit is not None:
             limit_memory(config.device_memory_limit)
-        self.directory = RunDirectory(config.output)
+        self.processes.meet_devices()
+        self.directory = RunDirectory(self.processes.scratch or config.output)
         if not config.resume:
             self.directory.require_free()
         self.base = open_base(
@@ -132,10 +145,11 @@ class _Run:
             quantized_cache=config.quantized_folder,
         )
         _, self.declared_frozen, self.declared_adapters = split(self.base.model)
-        self.arrangement = arrange(config, self.base.model)
+        self.arrangement = self._arrange(config)
         self.options = forward_options(config, self.base)
-        self.batches = training_batches(config, self.base, self.arrangement.rows_divisor, reporter)
-        self.held_out = evaluation_sets(config, self.base, self.arrangement.rows_divisor, reporter)
+        self.processes.doing("reading rows")
+        self.batches = training_batches(config, self.base, self.arrangement.rows_divisor, self.reporter)
+        self.held_out = evaluation_sets(config, self.base, self.arrangement.rows_divisor, self.reporter)
         self.total_steps = config.max_steps or self.batches.total_steps(config.epochs)
         self.warmup_steps = config.warmup_of(self.total_steps)
         self.schedule = make_schedule(config.schedule, config.learning_rate, self.warmup_steps, self.total_steps)
@@ -145,15 +159,19 @@ class _Run:
         self.originals: dict[tuple[str, ...], Any] = {}  # of what is trained in full, likewise
         self.state_shapes = jax.eval_shape(self._new_state)
         self.site: Site | None = None
-        if config.sites.folder is not None:
+        self.in_sites = config.sites.folder is not None
+        if self.in_sites and self.processes.is_first:
             self.site = Site(config, self.base, self.state_shapes.adapters, reporter.say)
         self.iterator = self.batches.from_step(0, self.total_steps)
         self.progress = Progress.of(config, self.base, self.iterator, self.total_steps, self.arrangement.exchange_state)
-        self.saved = find_saved(self.directory, config, self.progress, self.iterator, reporter.say)
+        shared_run.require_same_run(self.processes, config, self.progress, self.total_steps, self.held_out)
+        find = partial(find_saved, self.directory, config, self.progress, self.iterator, self.reporter.say)
+        self.saved = shared_run.agreed_saved(self.processes, find, self.iterator)
         self.planned: Mapping[jax.Device, int] | None = None  # bytes of a step, once it is compiled
         self.first_step = self.finished_steps = 0 if self.saved is None else self.saved.step
-        self.before = [line for line in read_metrics(self.directory.metrics) if line["step"] <= self.first_step]
-        saved = SavedStates(self.directory.checkpoints).steps()
+        before = [line for line in read_metrics(self.directory.metrics) if line["step"] <= self.first_step]
+        self.before = shared_run.agreed_metrics(self.processes, before, self.directory.metrics)
+        saved = self.processes.from_first(SavedStates(self.directory.checkpoints).steps())
         self.losses = HeldOutLosses(config.early_stopping, self.before, saved)
         self.stop = self._earlier_stop()
         self.goes_on = self.first_step < self.total_steps and self.stop is None
@@ -161,8 +179,15 @@ class _Run:
             "A device, its driver or the link to another one does not answer. The steps up to the last saved one, in "
             f"{self.directory.checkpoints}, stand: the same command with --resume goes on from there"
         )
-        self.sensors = CardWatch(reporter.say, config.pause_above_celsius)
+        self.sensors = CardWatch(self.reporter.say, config.pause_above_celsius)
         self._check_profiled_step()
+
+    def _arrange(self, config: TrainConfig, mesh: Mesh | None = None) -> Arrangement:
+        """Lay the model out, on devices that all processes have alike."""
+        arrangement = arrange(shared_run.shareable(config, self.processes), self.base.model, mesh)
+        shared_run.require_spread_evenly(arrangement.mesh, self.processes)
+        shared_run.require_one_program(arrangement, config, self.base.model, self.processes)
+        return arrangement
 
     def _check_profiled_step(self) -> None:
         """Refuse, or after a resumption mention, a step to be profiled that does not come."""
@@ -181,7 +206,7 @@ class _Run:
         return by_callback or self.losses.stop
 
     def train(self) -> TrainResult:
-        if self._is_finished():
+        if self.processes.from_first(self._is_finished()):
             stopped = ""
             if self.stop is not None:
                 checkpoint = self.directory.checkpoints / str(self.first_step)
@@ -210,17 +235,19 @@ class _Run:
     def _train(self) -> TrainResult:
         config = self.config
         self._settle()
+        shared_run.split_rows(self.arrangement, self.batches, self.processes)
         path, tell = self.directory.samples, self.callbacks.tell
         samples = RunSamples(config.samples, self.base, self.arrangement, self.options, path, self.first_step, tell)
         self._open_directory()
         if self.goes_on:
-            try_connections(self.arrangement.mesh)
+            self.processes.meet("trying the links between devices")
+            shared_run.try_links(self.arrangement.mesh, self.processes, self.directory, self.reporter.say)
         # Before any weight is read, so that a step that cannot fit costs seconds.
         compiled = self._compile_step() if self.goes_on else None
         frozen = self._load()
         state = self._initial_state()
         if self.saved is None and config.lora.initialization != "default":
-            self._save_adapter(self.arrangement.whole_state(state, self.state_shapes), self.directory.initial_adapter)
+            self._save_adapter(self._whole(state), self.directory.initial_adapter)
         if compiled is not None:
             frozen, state = compact((frozen, state), compiled.planned_memory())
         # States are forgotten before the metrics of their steps: those of every saved step are always there.
@@ -244,8 +271,7 @@ class _Run:
         best = self.losses.best
         if not self.config.keep_best or best is None or last.loss <= best.loss:
             return adapters
-        like = self.arrangement.begin(self.state_shapes)
-        whole = SavedStates(self.directory.checkpoints).restore(best.step, like, exchange=False)
+        whole = self._restored(best.step, exchange=False)
         self._save_adapter(whole)
         self.directory.update_report({"best_step": best.step, "loss_last": last.loss})
         self.reporter.say(f"the best step was {best.step}: its adapter is the result")
@@ -263,7 +289,7 @@ class _Run:
         settled = settle_form(settled, self.base, mesh, self.reporter.say)
         settled = settle_remat(settled, self.base, mesh, self.reporter.say)
         self.options = forward_options(settled, self.base)
-        self.arrangement = arrange(settled, self.base.model, mesh)
+        self.arrangement = self._arrange(settled, mesh)
 
     @property
     def _config_as_run(self) -> TrainConfig:
@@ -317,6 +343,7 @@ class _Run:
         )
 
     def _load(self) -> Any:
+        self.processes.meet("reading weights")
         with self.reporter.loading(self.base.parameter_count()) as on_tensor:
             if self.saved is None and self.first_adapter is None:
                 self.originals = self.base.originals(on_tensor)
@@ -359,16 +386,20 @@ class _Run:
     def _initial_state(self) -> TrainState:
         """Return the state to go on from, spread over the devices: a new one, or the saved one."""
         state = self._new_state() if self.saved is None else self._saved_state(self.saved)
-        if self.site is not None and self.goes_on:
-            state = self._join_sites(self.site, state)
+        if self.in_sites and self.goes_on:
+            state = self._join_sites(state)
+        if self.saved is None:
+            state = state._replace(adapters=self.processes.arrays_from_first(state.adapters))
         return self.arrangement.put_state(state)
 
-    def _join_sites(self, site: Site, state: TrainState) -> TrainState:
-        """Begin with the adapter that all sites have, or take part again."""
+    def _join_sites(self, state: TrainState) -> TrainState:
+        """Begin with the adapter that all sites have, or take part again; the first process does."""
+        if self.site is None:
+            return state
         if self.saved is None:
-            return state._replace(adapters=site.begin(state.adapters))
-        saved = SavedStates(self.directory.checkpoints).further(self.saved.step, SITES, site.like_saved())
-        site.go_on(state.adapters, saved)
+            return state._replace(adapters=self.site.begin(state.adapters))
+        saved = SavedStates(self.directory.checkpoints).further(self.saved.step, SITES, self.site.like_saved())
+        self.site.go_on(state.adapters, saved)
         return state
 
     def _saved_state(self, saved: SavedPoint) -> TrainState:
@@ -376,8 +407,16 @@ class _Run:
         same = saved.progress.exchange == self.progress.exchange
         if not same:
             self._say_what_is_lost(saved.progress)
+        return self._restored(saved.step, exchange=same)
+
+    def _restored(self, step: int, *, exchange: bool) -> TrainState:
         like = self.arrangement.begin(self.state_shapes)
-        return SavedStates(self.directory.checkpoints).restore(saved.step, like, exchange=same)
+        read = partial(SavedStates(self.directory.checkpoints).restore, step, like, exchange=exchange)
+        return shared_run.restored(self.processes, read, like)
+
+    def _whole(self, state: TrainState) -> TrainState:
+        """Return the whole state, on the host of the process that writes it."""
+        return self.arrangement.whole_state(shared_run.on_host(self.processes, state), self.state_shapes)
 
     def _say_what_is_lost(self, saved: Progress) -> None:
         """Tell what a state that was saved with another exchange of gradients cannot hand over to this one."""
@@ -430,7 +469,9 @@ class _Run:
         if config.plan_check:
             mesh = self.arrangement.mesh
             require_fit(planned, self._config_as_run, self.base, mesh)
-            require_pinned_memory(sum(compiled.planned_host_memory().values()), mesh.devices.flat[0].platform)
+            here = self.processes.processes_here()
+            pinned = [size for device, size in compiled.planned_host_memory().items() if device.process_index in here]
+            require_pinned_memory(sum(pinned), mesh.devices.flat[0].platform)
         layout = self._write_layout(compiled)
         for name, size in (layout["wire_bytes_a_step"] or {}).items():
             self.reporter.say(f"on the wire a step and device: {name}: {size / 1e6:,.1f} MB")
@@ -495,7 +536,7 @@ class _Run:
             saver = Saver(prepare, background, self.reporter.say, first_step=first, every=config.save_every)
             if first:
                 state, _ = self._exchange_with_sites(state, first)
-                self._save_adapter(self.arrangement.whole_state(state, self.state_shapes))
+                self._save_adapter(self._whole(state))
             with saver.rescuing(lambda: state):
                 for number in range(first + 1, last + 1 if self.losses.stop is None else 0):
                     background.raise_if_failed()
@@ -512,11 +553,12 @@ class _Run:
                     metrics |= self.sensors.after_step()
                     metrics |= saver.after(number, is_good=not skipped.in_a_row)
                     try:
+                        self.processes.doing(f"behind step {number}")
                         if measure and self._evaluates(number):
                             with suppress(interruption.Interrupted):  # then it is evaluated on resumption
                                 metrics |= self._evaluation(measure, state, number)
                         is_best = self.losses.after(metrics, may_be_best=not skipped.in_a_row) and config.keep_best
-                        if self._samples(number) and not interruption.requested():
+                        if self._samples(number) and not self.processes.is_to_stop():
                             with suppress(interruption.Interrupted):  # likewise
                                 samples.take(number, state.adapters, frozen)
                         stops = self._tell_step(metrics)
@@ -528,7 +570,7 @@ class _Run:
                         metrics_file.write(metrics)
                     bar.step(metrics)
                     skipped.stop_if_diverged(metrics, self.directory.checkpoints)
-                    if number == last or stops or interruption.requested():
+                    if number == last or stops or self.processes.is_to_stop():
                         saver.save(state)
                         break
                     if is_best:
@@ -536,6 +578,8 @@ class _Run:
                     saver.save_if_due(state)
                     self._tell_saves(saver)
                     self.sensors.cool_down()
+                    if config.pause_above_celsius is not None:
+                        self.processes.meet(f"behind step {number}")
             background.wait()
             self._tell_saves(saver)
         self.directory.update_report(
@@ -558,6 +602,9 @@ class _Run:
         self.callbacks.tell(event)
         if event.stops:
             metrics["stop"] = "; ".join(event.stops)
+        (stops,) = self.processes.any_of(bool(event.stops))
+        if stops and not event.stops:
+            metrics["stop"] = "a callback of another process asked for it"
         reasons = [reason for reason in (metrics.get("stop"), self.losses.stop) if reason]
         if reasons and event.step < event.total_steps:
             reason = "; ".join(reasons)
@@ -576,16 +623,19 @@ class _Run:
         self, state: TrainState, step: int, *, ends: bool = False
     ) -> tuple[TrainState, dict[str, Any]]:
         """Exchange outer updates with the other sites, where it is time; returns the state and metrics."""
-        if self.site is None or not self.site.is_due(step, ends=ends):
+        if not self.in_sites or not self.processes.from_first(self.site and self.site.is_due(step, ends=ends)):
             return state, {}
-        whole = self.arrangement.whole_state(state, self.state_shapes)
-        exchanged = self.site.exchange(step, whole.adapters, ends=ends)
-        if exchanged is None:
+        whole = self._whole(state)
+        exchanged = None if self.site is None else self.site.exchange(step, whole.adapters, ends=ends)
+        metrics = self.processes.from_first(None if exchanged is None else exchanged[1])
+        if metrics is None:
             if ends:
                 interruption.check()
             return state, {}
-        adapters, metrics = exchanged
-        return self.arrangement.put_state(whole._replace(adapters=adapters)), metrics
+        adapters = self.processes.arrays_from_first(whole.adapters if exchanged is None else exchanged[0])
+        if self.processes.alone:
+            return self.arrangement.put_state(whole._replace(adapters=adapters)), metrics
+        return state._replace(adapters=self.arrangement.put_adapters(adapters)), metrics
 
     def _tell_saves(self, saver: Saver) -> None:
         """Tell of the saves that have come to their end since."""
@@ -614,6 +664,7 @@ class _Run:
 
     def _step(self, step: Step, state: TrainState, number: int) -> tuple[TrainState, dict[str, Any]]:
         started = time.perf_counter()
+        self.processes.doing(f"step {number}")
         batch = next(self.iterator)
         try:
             with self.pace.watched(f"step {number}"):
@@ -631,7 +682,7 @@ class _Run:
             "step": number,
             **metrics,
             "supervised_tokens": int(metrics["supervised_tokens"]),
-            "tokens_per_second": int((batch.segment_ids > 0).sum()) / seconds,
+            "tokens_per_second": self.batches.tokens_of_step(number - 1) / seconds,
             "seconds": seconds,
             "peak_memory_gib": peak_memory_gib(),
         }
@@ -639,6 +690,8 @@ class _Run:
     def _prepare_save(self, states: StateWriter, metrics_file: MetricsFile, state: TrainState) -> Callable[[], None]:
         """Copy `state`, whose arrays the next step may reuse, and return what writes the copy."""
         of_state = copy_to_host(state)
+        if not self.processes.is_first:
+            return lambda: None
         best = self.losses.best.step if self.config.keep_best and self.losses.best is not None else None
         arrangement = copy(self.arrangement)  # as it is now: layers may move to other stages in the next step
         progress = asdict(replace(self.progress, data=self.iterator.get_state()))
@@ -660,6 +713,8 @@ class _Run:
         return write
 
     def _save_adapter(self, whole: TrainState, directory: Path | None = None) -> None:
+        if not self.processes.is_first:
+            return
         save_adapter(
             directory or self.directory.adapter,
             self.base.model,
@@ -672,7 +727,11 @@ class _Run:
     def _result(self) -> TrainResult:
         report = self.directory.read_report()
         return TrainResult(
-            self.directory.path, self.finished_steps, report.get("loss_before"), report.get("loss_after")
+            self.config.output,
+            self.finished_steps,
+            report.get("loss_before"),
+            report.get("loss_after"),
+            self.processes.is_first,
         )
 
 

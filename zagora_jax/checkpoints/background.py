@@ -8,15 +8,19 @@ import jax
 import numpy as np
 
 from sharding.rules import PINNED
+from sharding.spanning import whole_on_first
 
 
 def copy_to_host(arrays: Any) -> Any:
     """Begin to copy a tree of arrays to pinned memory of the host; a program that reuses theirs waits for that.
 
-    What is there already is copied at once: `jax.device_put` would return it as it is.
+    What is there already is copied at once: `jax.device_put` would return it as it is. Of arrays that several processes
+    share, the first one gets whole copies, at once too.
     """
 
     def copy(array: jax.Array) -> jax.Array | np.ndarray:
+        if not array.sharding.is_fully_addressable:
+            return whole_on_first(array)
         if array.sharding.memory_kind == PINNED:
             return np.array(array)
         return jax.device_put(array, array.sharding.with_memory_kind(PINNED))

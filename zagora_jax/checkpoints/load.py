@@ -18,6 +18,7 @@ from models.llama import Llama
 from models.parameters import Adapter, Frozen, Path, by_path
 from models.quantization import is_quantized
 from models.tables import QuantizedTable
+from zagora_jax import processes
 from zagora_jax.checkpoints.checkpoint import Checkpoint, TensorInfo
 from zagora_jax.checkpoints.huggingface import describe_unexpected
 from zagora_jax.checkpoints.read_ahead import read_ahead
@@ -85,7 +86,7 @@ def read_originals(
     for name, tensor in expected_tensors(model).items():
         if tensor.path in whole:
             values = checkpoint.read(name).astype(np.float32)
-            _require_finite(checkpoint, name, np.isfinite(values).all())
+            require_finite(checkpoint, name, np.isfinite(values).all())
             originals[tensor.path].reshape(-1, *values.shape)[tensor.layer or 0] = values
             on_tensor(values.size)
     return originals
@@ -215,7 +216,12 @@ def load_frozen(
     Raises:
         UserError: a tensor holds a number that is not finite, or the cache cannot be filled.
     """
-    loading = _Loading(checkpoint, model, quantization, on_tensor, destination, cache, prepare)
+    kind: type[Loading] = Loading
+    if not processes.present().alone:
+        from zagora_jax.checkpoints.shared_load import SharedLoading
+
+        kind = SharedLoading
+    loading = kind(checkpoint, model, quantization, on_tensor, destination, cache, prepare)
     if cache is None:
         return loading.run(None)
     from zagora_jax.checkpoints.cache_writer import writing
@@ -224,7 +230,7 @@ def load_frozen(
         return loading.run(writer)
 
 
-class _Loading:
+class Loading:
     """The state of one call of `load_frozen`."""
 
     def __init__(
@@ -257,6 +263,10 @@ class _Loading:
                 lost = self.cache.discard(damage)
                 others = [reading for reading in left if reading.name not in lost]
                 left = deque([*(self._from_source(name) for name in self._order() if name in lost), *others])
+        return self.loaded()
+
+    def loaded(self) -> nnx.State:
+        """Return what was read."""
         return nnx.from_flat_state([(path, v.replace(self.values[path])) for path, v in self.declared.items()])
 
     def _order(self) -> list[str]:
@@ -319,7 +329,7 @@ class _Loading:
         reading, value, is_finite = self.unsettled
         self.unsettled = None
         if is_finite is not None:
-            _require_finite(self.checkpoint, reading.name, is_finite)
+            require_finite(self.checkpoint, reading.name, is_finite)
         if writer is not None and isinstance(reading, SourceReading):
             writer.add(reading.name, value, reading.digests)
         self.on_tensor(math.prod(self.expected[reading.name].shape))
@@ -335,7 +345,7 @@ def set_layer(stack: Any, value: Any, layer: int | jax.Array) -> Any:
     return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, layer, 0), stack, value)
 
 
-def _require_finite(checkpoint: Checkpoint, name: str, is_finite: jax.Array | np.bool_) -> None:
+def require_finite(checkpoint: Checkpoint, name: str, is_finite: jax.Array | np.bool_) -> None:
     """Refuse a tensor that holds an infinity or NaN."""
     if not is_finite:
         raise UserError(

@@ -101,7 +101,7 @@ class SourceReading:
 
         if not self.is_packed:
             weight = assembled(pieces(), self.info.shape, self.info.dtype)
-            return _store(weight if self.prepare is None else self.prepare(self.name, weight), self.form)
+            return store(weight if self.prepare is None else self.prepare(self.name, weight), self.form)
         (packed,) = pieces()
         value = jax.tree.map(jnp.asarray, packed)
         return value, _all_finite([leaf for leaf in jax.tree.leaves(value) if leaf.dtype == jnp.float32])
@@ -123,7 +123,7 @@ class TableReading:
 
         def parts() -> Iterator[QuantizedTable]:
             for rows in results:
-                part, is_finite = _store_rows(rows, self.form)
+                part, is_finite = store_rows(rows, self.form)
                 are_finite.append(is_finite)
                 yield part
 
@@ -159,13 +159,13 @@ def _all_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=1)
-def _store_rows(rows: jax.Array, form: str) -> tuple[QuantizedTable, jax.Array]:
+def store_rows(rows: jax.Array, form: str) -> tuple[QuantizedTable, jax.Array]:
     """Quantise rows of a table; also tell whether all of them are finite."""
     return tables.quantize(form, rows), jnp.isfinite(rows).all()
 
 
 @partial(jax.jit, static_argnums=1)
-def _store(weight: jax.Array, form: str | np.dtype) -> tuple[Any, jax.Array]:
+def store(weight: jax.Array, form: str | np.dtype) -> tuple[Any, jax.Array]:
     """Bring a tensor into a quantised format or a dtype; also tell whether all of it is finite."""
     if isinstance(form, str):
         return quantize(form, weight), jnp.isfinite(weight).all()

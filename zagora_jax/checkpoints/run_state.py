@@ -33,6 +33,9 @@ MANIFEST, PROGRESS = "manifest.json", "progress.json"
 
 Items = dict[str, Any]
 
+# The first process of a run has whole states, and alone writes and reads them.
+_ALONE = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0}, barrier_sync_key_prefix="first")
+
 
 class StateWriter:
     """Writes numbered states to a run's checkpoints/ folder, where each appears and disappears in one piece."""
@@ -95,7 +98,7 @@ class StateWriter:
             _operating_system_errors(self._directory),
             _raised_exceptions_unlogged(),
             _abandoned_writes_unheard(),
-            ocp.Checkpointer(ocp.StandardCheckpointHandler()) as orbax,
+            _checkpointer(ocp.StandardCheckpointHandler(multiprocessing_options=_ALONE)) as orbax,
         ):
             for name, tree in items.items():  # one by one: when one fails, no thread goes on writing others
                 orbax.save(folder / name, args=ocp.args.StandardSave(tree))
@@ -306,9 +309,13 @@ def _bytes(array: Any) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def _checkpointer(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
+    return ocp.Checkpointer(handler, multiprocessing_options=_ALONE)
+
+
 def _restore(folder: Path, like: Any) -> Any:
     target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), like)
-    with ocp.PyTreeCheckpointer() as orbax:
+    with _checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=_ALONE)) as orbax:
         return orbax.restore(
             folder, ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
         )

@@ -70,6 +70,7 @@ class Batches:
 
     Attributes:
         width: S, tokens in a sequence.
+        own: the sequences of every micro-batch that are wanted here; None: all. The rows of others are not read.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Batches:
         if longest > sequence_length:
             raise ValueError(f"a row of {longest} tokens is longer than sequence_length {sequence_length}")
         self.examples = examples
+        self.own: Sequence[int] | None = None
         self.width = sequence_length
         if not packing:
             self.width = min(sequence_length, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
@@ -163,11 +165,18 @@ class Batches:
         sequences = range(step * size, min((step + 1) * size, plan.sequences))
         return [plan.rows[plan.starts[sequence] : plan.starts[sequence + 1]] for sequence in sequences]
 
+    def tokens_of_step(self, step: int) -> int:
+        """Tokens of the rows of an optimizer step."""
+        rows, starts = np.concatenate(self.rows_of_step(step)), self.examples.starts
+        return int((starts[rows + 1] - starts[rows]).sum())
+
     def at(self, step: int) -> Batch:
-        """The batch of an optimizer step, counted from 0 over all epochs."""
+        """The batch of an optimizer step, counted from 0 over all epochs; sequences that are not `own` are empty."""
         accumulation, sequences, width = self._shape
         flat = Batch(*(np.zeros((accumulation * sequences, width), dtype) for dtype in _DTYPES))
         for sequence, rows in enumerate(self.rows_of_step(step)):
+            if self.own is not None and sequence % sequences not in self.own:
+                continue
             begin = 0
             for segment, row in enumerate(rows, start=1):
                 tokens, weights, _ = self.examples[row]
