@@ -14,7 +14,7 @@ class FakeCard:
 
     name: str = "NVIDIA GeForce RTX 4090"
     uuid: str = "GPU-0"
-    used: int = 20 * 2**30
+    used: int | None = 20 * 2**30
     total: int = 24 * 2**30
     utilisation: int | None = 97
     celsius: int | None = 65
@@ -60,7 +60,7 @@ class FakeNvml:
         self.reads += 1
         if card.lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-        return SimpleNamespace(used=card.used, total=card.total)
+        return _supported(card.used and SimpleNamespace(used=card.used, total=card.total))
 
     def nvmlDeviceGetEnforcedPowerLimit(self, card):  # noqa: N802
         return _supported(card.milliwatts and 450_000)

@@ -146,7 +146,9 @@ class Cards:
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         except nvml.NVMLError as error:
-            return CardReading(index, error=str(error))
+            if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:  # as of a card that shares the host's memory
+                return CardReading(index, error=str(error))
+            memory = None
         utilisation = ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         watts = ask(nvml.nvmlDeviceGetPowerUsage, handle)
         received = ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
@@ -156,7 +158,7 @@ class Cards:
             reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         return CardReading(
             index,
-            memory.used / GIB,
+            memory and memory.used / GIB,
             None if utilisation is None else float(utilisation.gpu),
             _float(ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)),
             None if watts is None else watts / 1000,

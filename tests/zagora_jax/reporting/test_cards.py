@@ -1,12 +1,23 @@
 """What is read of cards whose driver is a fake one."""
 
+import importlib
+import threading
+import time
 from dataclasses import asdict
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pynvml
 import pytest
 from fake_nvml import FakeCard, FakeNvml
+from runs import recorder
 
+from zagora_jax.config import TrainConfig
 from zagora_jax.reporting.cards import Card, CardReading, Cards, NoCardsError, summary
+from zagora_jax.run_directory import read_metrics
+from zagora_jax.trainer import train
 
 
 def test_a_card_tells_everything():
@@ -20,11 +31,18 @@ def test_a_card_tells_everything():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", ["utilisation", "celsius", "milliwatts", "received_kib_s", "sent_kib_s", "reasons"])
+@pytest.mark.parametrize(
+    "field", ["used", "utilisation", "celsius", "milliwatts", "received_kib_s", "sent_kib_s", "reasons"]
+)
 def test_what_a_driver_does_not_support_is_left_out(field):
     whole, lacking = (Cards(FakeNvml([card])).read()[0] for card in (FakeCard(), FakeCard(**{field: None})))
     missing = [name for name, value in asdict(lacking).items() if value != getattr(whole, name)]
-    names = {"milliwatts": "watts", "received_kib_s": "pcie_received_mb_s", "sent_kib_s": "pcie_sent_mb_s"}
+    names = {
+        "used": "memory_gib",
+        "milliwatts": "watts",
+        "received_kib_s": "pcie_received_mb_s",
+        "sent_kib_s": "pcie_sent_mb_s",
+    }
     assert missing == ([] if field == "reasons" else [names.get(field, field)])
     assert not set(missing) & lacking.to_json().keys()
 
@@ -87,3 +105,73 @@ def test_readings_are_put_together():
     other = CardReading(0, 9.0, 50.0, 64.0, 300.0, 30.0, None, ("hardware slowdown", "power limit"))
     expected = CardReading(0, 10.0, 75.0, 64.0, 350.0, 20.0, None, ("power limit", "hardware slowdown"))
     assert summary([one, other]) == expected
+
+
+@pytest.mark.gpu
+def test_real_cards_tell_plausible_figures():
+    """While one of them multiplies and is sent to. What a driver may leave out, in a container or of a part of a card,
+    is judged where it is there."""
+    cards = Cards()
+    x, block = jnp.ones((4096, 4096), jnp.bfloat16), np.ones(2**26, np.float32)
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda _, y: (y @ x) / 4096, x))
+    jax.block_until_ready(multiply(x))
+    done = threading.Event()
+
+    def work():
+        while not done.is_set():
+            jax.block_until_ready((multiply(x), jax.device_put(block)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        time.sleep(3)  # utilisation is that of a second that has passed
+        readings = [cards.read() for _ in range(5)]
+    finally:
+        done.set()
+        thread.join()
+    found = [summary(list(of_card)) for of_card in zip(*readings, strict=True)]
+    for card, reading in zip(cards.cards, found, strict=True):
+        print(card, reading.to_json())  # with -s
+        assert reading.error is None
+        assert card.name
+        assert card.memory_gib is None or 0 < reading.memory_gib <= card.memory_gib < 2048
+        assert reading.utilisation is None or 0 <= reading.utilisation <= 100
+        assert 0 < reading.celsius < 120
+        assert card.celsius_limit is None or reading.celsius < card.celsius_limit + 20
+        assert reading.watts is None or 1 < reading.watts < 1.5 * (card.watts_limit or 2000)
+        for rate in (reading.pcie_received_mb_s, reading.pcie_sent_mb_s):
+            assert rate is None or 0 <= rate < 300_000
+    busiest = [reading.utilisation for reading in found if reading.utilisation is not None]
+    assert not busiest or max(busiest) > 20
+    received = [reading.pcie_received_mb_s for reading in found if reading.pcie_received_mb_s is not None]
+    assert not received or max(received) > 10  # blocks of 256 MiB go there all the time
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_writes_down_its_sensors(tmp_path):
+    config = TrainConfig(
+        model="synthetic:smollm2-135m", output=tmp_path / "run", max_steps=200, sequence_length=512, log_every=1000
+    )
+    train(config, recorder()[0])
+    lines = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "cards" in line]
+    assert lines
+    assert all(card["celsius"] > 0 for line in lines for card in line["cards"])
+    assert "temperature" in (tmp_path / "run/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+)
+def test_the_benchmark_of_watching_measures(where, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    watching = importlib.import_module("watching")
+    monkeypatch.setattr(watching, "ROUNDS", 1)
+    monkeypatch.setattr(watching, "WARM", 5)
+    model = "synthetic:llama-3-8b?layers=2" if where == "gpu" else "synthetic:smollm2-135m?layers=1"
+    length = "512" if where == "gpu" else "16"
+    given = ["--model", model, "--sequence-length", length, "--max-steps", "12", "--save-every", "4"]
+    found = watching.measure([*given, "--gradient-accumulation-steps", "1"])
+    assert found["cards"] == (len(Cards().cards) if where == "gpu" else watching.FAKE_CARDS)
+    names = {"without_step_ms", "sensors_step_ms", "sensors_and_report_step_ms", "page_ms", "page_kib", "reading_ms"}
+    assert found.keys() == names | {"cards"}
+    assert all(value > 0 for value in found.values())
