@@ -220,7 +220,8 @@ class Rounds:
         """Publish an update, which never changes then: others may have read it."""
         if not self.has_posted(round_number):
             content = update_file(update, site=self._site, round_number=round_number)
-            self.folder.write(_update_name(round_number, self._site), content)
+            self.folder.write(name := _update_name(round_number, self._site), content)
+            self._arrived[name] = _Arrived(len(content), sha256(content).hexdigest(), update)
 
     def _close_if(self, state: Global, is_late: bool) -> bool:
         """Try to close the round after `state`, where all is there or the time is up; tells whether that was tried."""
@@ -252,10 +253,10 @@ class Rounds:
         return self._counted[1]
 
     def _look_at(self, number: int, site: str, size: int | None, *, again: bool) -> None:
-        """Read an update that is new, has grown, or was bad at the last look before the time is up."""
+        """Read an update that is new, is not of its size any more, or was bad at the last look before the time is up."""
         name = _update_name(number, site)
         known = self._arrived.get(name)
-        if known is not None and (known.update is not None or (known.size == size and not again)):
+        if known is not None and size in (known.size, None) and (known.update is not None or not again):
             return
         local = self._scratch / f"{number}.{site}{_UPDATE}"
         try:

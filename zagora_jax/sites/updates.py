@@ -28,6 +28,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 Messages = dict[str, np.ndarray]
 """What is sent for each parameter: float32 in its shape, or with compression uint8[message_bytes]."""
 
+_encode = jax.jit(encode, static_argnums=1)
+_decode = jax.jit(decode, static_argnums=(1, 2))
+
 
 @dataclass(frozen=True)
 class Update:
@@ -48,7 +51,7 @@ def compress(vectors: Vectors, residual: Vectors, compression: Compression) -> t
         return corrected, {name: np.zeros_like(values) for name, values in corrected.items()}
     with _on_host():
         rows = {name: jnp.asarray(values.reshape(1, -1)) for name, values in corrected.items()}
-        sent = {name: np.asarray(encode(row, compression))[0] for name, row in rows.items()}
+        sent = {name: np.asarray(_encode(row, compression))[0] for name, row in rows.items()}
     shapes = {name: values.shape for name, values in corrected.items()}
     return sent, minus(corrected, expand(sent, shapes, compression))
 
@@ -59,7 +62,7 @@ def expand(messages: Messages, shapes: Shapes, compression: Compression) -> Vect
         return messages
     with _on_host():
         rows = {name: jnp.asarray(message)[None] for name, message in messages.items()}
-        values = {name: decode(row, math.prod(shapes[name]), compression) for name, row in rows.items()}
+        values = {name: _decode(row, math.prod(shapes[name]), compression) for name, row in rows.items()}
         return {name: np.asarray(row).reshape(shapes[name]) for name, row in values.items()}
 
 
