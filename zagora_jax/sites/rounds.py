@@ -253,7 +253,7 @@ class Rounds:
         return self._counted[1]
 
     def _look_at(self, number: int, site: str, size: int | None, *, again: bool) -> None:
-        """Read an update that is new, is not of its size any more, or was bad at the last look before the time is up."""
+        """Read an update that is new, has another size than it had, or was bad at the last look in time."""
         name = _update_name(number, site)
         known = self._arrived.get(name)
         if known is not None and size in (known.size, None) and (known.update is not None or not again):
