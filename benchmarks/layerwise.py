@@ -158,6 +158,7 @@ def links(model: str, gpu: str, tokens: int) -> Iterator[list[str]]:
                     "model": f"synthetic:{model}",
                     "sequence_length": tokens,
                     "mesh.data": 1,
+                    "remat": "full",
                     "optimizer": "adamw_8bit",
                 }
                 # As many tokens a step: fsdp gives every card rows of its own, layerwise shares each row.

@@ -25,6 +25,7 @@ from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh
 from zagora_jax.distribution import SpreadStep
 from zagora_jax.errors import UserError
+from zagora_jax.option_groups import BalanceConfig
 from zagora_jax.pipeline_step import PipelineStep
 from zagora_jax.planning import compile_planned
 
@@ -39,6 +40,7 @@ def main() -> None:
     known, options = parser.parse_known_args()
     defaults = ["--gradient-accumulation-steps", "1"] if "--gradient-accumulation-steps" not in options else []
     config = parse(TrainConfig, options + defaults)
+    config = config.model_copy(update={"balance": BalanceConfig(threshold=0)})  # nothing runs that could be watched
     count = math.prod(getattr(config.mesh, axis, None) or 1 for axis in AXES)
     mesh = choose_mesh(config, absent_devices(known.gpu, count))
     started = time.perf_counter()

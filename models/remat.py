@@ -7,6 +7,7 @@ none: queries, keys and values, attention's output, the residual, gate and up: n
 mlp: the same without gate and up, which are the most by far.
 attention: attention's output, with what attention's backward pass needs beside.
 full: nothing.
+stage: nothing; and of a pipeline's stage, whose backward pass comes later, not even that: but its first layer's input.
 nested: of groups of layers only the first input is kept. A group's backward pass first computes the inputs of its
     layers again, which costs a third forward pass: about 2 sqrt(L) inputs at a time, in place of L (Chen et al. 2016,
     "Training deep nets with sublinear memory cost", arXiv:1604.06174).
@@ -34,6 +35,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "mlp": (*_ATTENTION, *_PROJECTIONS),
     "attention": _ATTENTION,
     "full": (),
+    "stage": (),
 }
 
 # From the one that computes least again.

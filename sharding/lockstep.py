@@ -2,12 +2,13 @@
 
 For use under shard_map. In tick t, stage s of S runs micro-batch t - s forward. The loss of the last stage's
 micro-batch is computed by all stages together, and its gradient goes back at once: in the same tick, stage s runs
-micro-batch t - 2 (S - 1) + s backward, from its input, which is all that is kept between the two.
+micro-batch t - 2 (S - 1) + s backward, from what its forward half kept: what the function of a stage says, or its input
+alone, from which it is then computed again.
 
 The first S - 1 ticks have no backward half and the last S - 1 no forward half. So a step takes M + S - 1 halves of
 either kind for M micro-batches, as long as with all forward passes first (Huang et al. 2019, "GPipe",
-arXiv:1811.06965), and yet a stage keeps 2 S - 1 inputs at most, however many micro-batches there are. Where a stage has
-nothing to do in a tick, it computes what is thrown away.
+arXiv:1811.06965), and yet a stage keeps something of 2 S - 1 at most, however many micro-batches there are. Where a
+stage has nothing to do in a tick, it computes what is thrown away.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from sharding.kept import keeping
 
 AXIS = "stage"
 
@@ -30,15 +33,19 @@ class StageFunctions:
         run: (trained parameters, x, micro-batch) -> y, what this stage's layers make of x; of the same shape.
         loss: (y, micro-batch) -> float32 [], from what the last stage makes. All stages call it together, with the
             same y, and have the same result and the same gradient of y.
+        held: the arrays that `run` uses for every micro-batch.
+        keeps_input: whether the input of `run` is all that is kept of it.
     """
 
     enter: Callable[[jax.Array], jax.Array]
     run: Callable[[Any, jax.Array, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
+    held: Any = ()
+    keeps_input: bool = True
 
 
-def inputs_kept(stages: int, micro_batches: int) -> int:
-    """Return of how many micro-batches a stage keeps the inputs."""
+def most_kept(stages: int, micro_batches: int) -> int:
+    """Return of how many micro-batches a stage keeps something."""
     return min(micro_batches, 2 * stages - 1)
 
 
@@ -112,27 +119,42 @@ class _Flow:
     def __init__(self, functions: StageFunctions, trained: Any, micro_batches: int):
         self._functions, self._trained, self._micro_batches = functions, trained, micro_batches
         self.stages, self.stage = lax.axis_size(AXIS), lax.axis_index(AXIS)
-        self._slots = inputs_kept(self.stages, micro_batches)
+        self._slots = most_kept(self.stages, micro_batches)
+        self._held = trained, functions.held
 
     def first_input(self) -> jax.Array:
         """Return what the stage runs in tick 0; of use in the first stage alone."""
         return self._functions.enter(jnp.int32(0))
 
-    def begin(self) -> tuple[jax.Array, jax.Array]:
-        """Return that, and room for the inputs to be kept."""
+    def begin(self) -> tuple[jax.Array, list[jax.Array]]:
+        """Return that, and room for what is to be kept."""
         x = self.first_input()
-        return x, jnp.zeros((self._slots, *x.shape), x.dtype)
+        kept = jax.eval_shape(lambda x: self._run_keeping(x, jnp.int32(0))[1], x)
+        return x, [jnp.zeros((self._slots, *leaf.shape), leaf.dtype) for leaf in kept]
 
     def run(self, x: jax.Array, tick: jax.Array) -> jax.Array:
         """Run the micro-batch that is due forward."""
         return self._functions.run(self._trained, x, self._clipped(tick - self.stage))
 
-    def forward(self, x: jax.Array, kept: jax.Array, tick: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Run the micro-batch that is due forward, and keep its input."""
+    def forward(self, x: jax.Array, kept: list[jax.Array], tick: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Run the micro-batch that is due forward, and keep what its backward half needs."""
         number = tick - self.stage
-        slot = self._clipped(number) % self._slots
-        kept = _put(kept, jnp.where(self._is_due(number), x, _at(kept, slot)), slot)
-        return self.run(x, tick), kept
+        own = self._clipped(number)
+        slot, is_due = own % self._slots, self._is_due(number)
+        y, new = self._run_keeping(x, own)
+        return y, [
+            _put(stack, jnp.where(is_due, one, _at(stack, slot)), slot) for stack, one in zip(kept, new, strict=True)
+        ]
+
+    def _run_keeping(self, x: jax.Array, micro_batch: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        if self._functions.keeps_input:
+            return self._functions.run(self._trained, x, micro_batch), [x]
+        run = self._of_micro_batch(micro_batch)
+        y, kept, self._pull_back = keeping(run, (self._trained, x), self._held)
+        return y, kept
+
+    def _of_micro_batch(self, number: jax.Array) -> Callable[[Any, jax.Array], jax.Array]:
+        return lambda trained, x: self._functions.run(trained, x, number)
 
     def onward(self, y: jax.Array, tick: jax.Array) -> jax.Array:
         """Return what the stage runs in the next tick: what the stage before made in this one, or what enters."""
@@ -143,13 +165,18 @@ class _Flow:
         """Give all stages what the last one made."""
         return lax.psum(jnp.where(self.stage == self.stages - 1, y, 0), AXIS)
 
-    def backward(self, gradient: jax.Array, gradients: Any, kept: jax.Array, tick: jax.Array) -> tuple[jax.Array, Any]:
+    def backward(
+        self, gradient: jax.Array, gradients: Any, kept: list[jax.Array], tick: jax.Array
+    ) -> tuple[jax.Array, Any]:
         """Run the micro-batch that is due backward; returns its input's gradient, and the sums of the parameters'."""
         number = tick - 2 * (self.stages - 1) + self.stage
         own = self._clipped(number)
-        _, pull_back = jax.vjp(lambda trained, x: self._functions.run(trained, x, own), self._trained,
-                               _at(kept, own % self._slots))  # fmt: skip
-        of_trained, gradient = pull_back(gradient)
+        of_own = [_at(stack, own % self._slots) for stack in kept]
+        if self._functions.keeps_input:
+            _, pull_back = jax.vjp(self._of_micro_batch(own), self._trained, *of_own)
+            of_trained, gradient = pull_back(gradient)
+        else:
+            of_trained, gradient = self._pull_back(of_own, self._held, gradient)
         is_due = self._is_due(number)
         return gradient, jax.tree.map(lambda sum_, term: sum_ + jnp.where(is_due, term, 0), gradients, of_trained)
 

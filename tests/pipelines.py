@@ -61,11 +61,12 @@ def trained(
     observe=lambda step: None,
     say=silent,
     offload=False,
+    remat="full",
 ):
     """Losses and gradient norms [steps, 2], and the whole state at the end."""
     schedule = make_schedule("cosine", 1e-3, 0, 22)
     made = make_optimizer(optimizer, schedule, 0.01)
-    options = ForwardOptions(kernel="reference", remat="full", segmented=packed, offload_activations=offload)
+    options = ForwardOptions(kernel="reference", remat=remat, segmented=packed, offload_activations=offload)
     whole = arrangement.begin(initial_state(subject.adapters, made, "float32"))
     recipe = Recipe(made, schedule, options, 1.0, dropout_seed=0, total_steps=22)
     step = arrangement.compile_training(recipe, whole, batches[0], say)

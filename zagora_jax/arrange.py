@@ -93,6 +93,8 @@ def _against_one_jit(config: TrainConfig, model: Llama, mesh: Mesh | AbstractMes
         return "--offload.weights has each stage stream its own layers"
     if config.offload.embedding:
         return "--offload.embedding leaves the embedding to the first stage"
+    if config.offload.activations and config.planned_remat != "stage":
+        return f"--offload.activations has each stage leave in host memory what remat {config.planned_remat} keeps"
     if isinstance(mesh, Mesh) and len(kinds := {_kind(device, mesh) for device in mesh.devices.flat}) > 1:
         return f"the cards differ: {', '.join(sorted(kinds))}"
     return None

@@ -92,7 +92,7 @@ def _seconds(programs: StagePrograms, batch: Batch) -> float:
         inputs: Any = activation
         if programs.forward is not None:
             out = programs.forward(adapters, frozen, zeros, place, activation)
-            inputs = out[1] if programs.keeps else activation
+            inputs = activation if programs.kept is None else out[1]
         gradients, _, loss = programs.backward(gradients, adapters, frozen, zeros, place, inputs, cotangent)
         jax.block_until_ready((gradients, loss))
         times.append(time.perf_counter() - started)

@@ -201,13 +201,14 @@ class TrainConfig(CommandConfig):
         description="The attention kernel: chunked (portable), cudnn (NVIDIA GPUs), reference (holds all scores; "
         "for tests), or auto, which takes the fastest that fits and prints which.",
     )
-    remat: Literal["auto", "full", "attention", "mlp", "none", "nested"] = Field(
+    remat: Literal["auto", "full", "attention", "mlp", "none", "nested", "stage"] = Field(
         default="auto",
         description="What the backward pass computes again to save memory: full (a layer, from its input), attention "
         "(as full, but attention's results are kept), mlp (as attention, but so are the projections: the feed-forward "
-        "block is computed again), none (no matrix product is), or nested (also most of the inputs: least device "
-        "memory with none on the host, a third slower). auto: the least of none, mlp, attention and full that the "
-        "device has room for; full with --offload, --strategy layerwise, and on a CPU.",
+        "block is computed again), none (no matrix product is), nested (also most of the inputs: least device memory "
+        "with none on the host, a third slower), or stage (with layerwise: all but the stage's own input, a third "
+        "slower). auto: the least of none, mlp, attention and full that the device has room for, or else stage with "
+        "layerwise; full with --offload and on a CPU.",
     )
     offload: OffloadConfig = OffloadConfig()
     seed: int = Field(
@@ -402,8 +403,12 @@ class TrainConfig(CommandConfig):
 
     @property
     def planned_remat(self) -> str:
-        """The option remat; full where it is auto, which is settled on the devices."""
-        return "full" if self.remat == "auto" else self.remat
+        """The option remat; where it is auto, which is settled on the devices, what keeps least for certain."""
+        if self.remat != "auto":
+            return self.remat
+        if self.strategy != "layerwise" or self.streamed_weights != "none":
+            return "full"
+        return "full" if self.offload.activations and self.stage_form != "one-jit" else "stage"
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:
@@ -478,7 +483,11 @@ class TrainConfig(CommandConfig):
         if self.strategy == "layerwise" and self.remat == "nested":
             raise ValueError(
                 "remat nested does not go with strategy layerwise, whose stages have other numbers of layers than the "
-                "model: give remat full, with offload.activations where memory is short"
+                "model: give remat stage, with offload.activations where memory is short"
+            )
+        if self.strategy != "layerwise" and self.remat == "stage":
+            raise ValueError(
+                "remat stage is for strategy layerwise, where stages have their backward pass later: give remat full"
             )
         given = [name for name in ("stage_layers", "stage_form") if getattr(self, name) != "auto"]
         if given and self.strategy != "layerwise":

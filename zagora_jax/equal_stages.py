@@ -197,7 +197,7 @@ class EqualStages:
             own = of_batch(micro_batch)
             return head_loss(ends, ends.model.norm(y, placement), own.targets, own.weights, None, placement)
 
-        return StageFunctions(enter, run, loss)
+        return StageFunctions(enter, run, loss, held=layers, keeps_input=options.remat == "stage")
 
 
 def _of_layers(frozen: nnx.State) -> nnx.State:

@@ -189,7 +189,7 @@ class PipelineStep:
             inputs = flow.inputs[task.micro_batch]
             assert programs.forward is not None
             out = programs.forward(flow.adapters, flow.frozen, flow.batch, place, inputs)
-            if programs.keeps:
+            if programs.kept is not None:
                 out, flow.inputs[task.micro_batch] = out
             watch.dispatched("forward", inputs, out)
             receiver = flows[task.stage + 1]

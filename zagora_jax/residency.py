@@ -83,18 +83,21 @@ def settle_remat(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable
     """Replace remat "auto" by what computes least again of what the devices of a mesh have room for.
 
     The step that keeps most comes first. Where an estimate leaves open whether it fits, it is compiled for these
-    devices. Where something waits in host memory, memory is short: then it is full, and so it is for stages, which
-    choose their layers by what they need, and where a device's memory has no limit.
+    devices. Where something waits in host memory, memory is short: then it is full, as it is where a device's memory
+    has no limit. Stages that have no room for that keep their input alone.
     """
     if config.remat != "auto":
         return config
     limits = [limit for device in mesh.devices.flat if (limit := memory_limit(device)) is not None]
+    least = config.model_copy(update={"remat": config.planned_remat})
+    if config.offload.activations or config.streamed_weights != "none":
+        return least
     full = config.model_copy(update={"remat": "full"})
-    waits = config.offload.activations or config.offload.optimizer or config.streamed_weights != "none"
-    if not limits or waits or config.strategy == "layerwise":
+    if not limits:
         return full
+    remats = () if config.offload.optimizer else _FROM_LEAST
     shapes, limit = Shapes(base), min(limits)
-    for remat in _FROM_LEAST:
+    for remat in (*remats, "full") if least.remat == "stage" else remats:
         chosen = config.model_copy(update={"remat": remat})
         kernel = forward_options(chosen, base, mesh.devices.flat[0].platform).kernel
         estimates = estimate_memory(on_mesh(chosen, mesh), shapes, kernel, limit)
@@ -106,7 +109,7 @@ def settle_remat(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable
         if planned <= limit:
             say(f"remat: {remat}, with about {planned / GIB:.2f} of {limit / GIB:.2f} GiB a device")
             return chosen
-    return full
+    return least
 
 
 def settle_source(config: TrainConfig, base: BaseModel, mesh: Mesh, say: Callable[[str], None]) -> TrainConfig:

@@ -31,6 +31,7 @@ from zagora_jax.train_state import TrainState
 
 EVERYWHERE = PartitionSpec()
 ACTIVATION_AXES = ("rows", "tokens", None)
+ACTIVATION_SPEC = partition_spec(ACTIVATION_AXES)
 
 
 class Place(NamedTuple):
@@ -245,7 +246,7 @@ class Stage:
             out = self.run(adapters, frozen, batch, place, inputs, options, dropout_seed)
             return distribution.group.total(out) if self.is_last else out
 
-        out_spec = EVERYWHERE if self.is_last else partition_spec(ACTIVATION_AXES)
+        out_spec = EVERYWHERE if self.is_last else ACTIVATION_SPEC
         return distribution.compile(forward, self.arguments(batch), out_spec)
 
     def compile_next_tokens(self, options: ForwardOptions, batch: Batch) -> jax.stages.Compiled:
@@ -267,7 +268,7 @@ class Stage:
             return self._run_streamed(adapters, frozen, batch, place, inputs, options, dropout_seed, keeping=True)
 
         kept = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_layer_inputs(batch))
-        out_spec = (partition_spec(ACTIVATION_AXES), kept)
+        out_spec = (ACTIVATION_SPEC, kept)
         return self.distribution.compile(forward, self.arguments(batch), out_spec)
 
     def arguments(self, batch: Batch) -> tuple[Any, ...]:

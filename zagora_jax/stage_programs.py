@@ -14,6 +14,7 @@ from sharding.rules import PINNED
 from zagora_jax.arrangement import Recipe
 from zagora_jax.data.batches import Batch
 from zagora_jax.distribution import shardings_of, specs_of
+from zagora_jax.kept_layers import KeptLayers
 from zagora_jax.stage import EVERYWHERE, Place, Stage
 from zagora_jax.train_state import TrainState, is_spike, next_guard, next_scale, verdict
 from zagora_jax.update import as_rows, changed, chosen
@@ -37,16 +38,18 @@ class StagePrograms:
     """What a stage runs in training, compiled. The first argument of each is used up, but for `forward`.
 
     Attributes:
-        keeps: whether the forward task leaves its layers' inputs in host memory for the backward task.
-        forward: see `Stage.compile_forward` and, where it keeps something, `compile_keeping_forward`; the last stage
-            has none.
+        kept: what the forward task leaves for the backward task, described; None where that computes the forward pass
+            again.
+        forward: (adapters, frozen, batch, place, inputs) -> activations, and what it leaves, if anything; the last
+            stage has none.
         backward: (gradients, adapters, frozen, batch, place, inputs, cotangent) -> (gradients, gradient of the inputs,
-            loss). It computes the forward pass again, unless the forward task has kept its layers' inputs: then it
-            takes those as inputs. The cotangent is that of the activations; in the last stage, what the loss is
-            multiplied by. Before the last stage the loss is 0.
+            loss). What the forward task has left takes the place of the inputs. The cotangent is that of the
+            activations; in the last stage, what the loss is multiplied by. Before the last stage the loss is 0.
         exchange: (gradients, residuals, scale) -> (gradients, new residuals, squared norm), gradients over `scale`.
         update: (state, gradients, residuals, norm, loss) -> (state, learning rate, verdict); see `train_state.verdict`.
     """
+
+    _kept_layers: KeptLayers | None = None
 
     def __init__(self, stage: Stage, recipe: Recipe, whole: TrainState, batch: Batch):
         """Compile the programs; `whole`, the stage's part, and `batch` give shapes."""
@@ -54,13 +57,10 @@ class StagePrograms:
         distribution = stage.distribution
         self._state = jax.tree.map(lambda spread: spread.abstract(), distribution.state(whole))
         self._gradients = stage.abstract_gradients()
-        options = recipe.options
-        self.keeps = distribution.stream is not None and options.offload_activations and not stage.is_last
-        compile_forward = stage.compile_keeping_forward if self.keeps else stage.compile_forward
-        self.forward = None if stage.is_last else compile_forward(options, recipe.dropout_seed, batch)
+        self.kept: Any = None
+        self.forward = None if stage.is_last else self._compile_forward(batch)
         self.backward = self._compile_backward(batch)
         self.activation_bytes = _device_bytes(stage.abstract_activation(batch))
-        self.kept_bytes = _bytes_of(stage.abstract_layer_inputs(batch), on_host=True) if self.keeps else 0
         self.exchange = self._compile_exchange()
         self.update = self._compile_update()
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._gradients)
@@ -75,8 +75,19 @@ class StagePrograms:
         programs.stage = stage
         return programs
 
+    def _compile_forward(self, batch: Batch) -> jax.stages.Compiled:
+        stage, options, seed = self.stage, self._recipe.options, self._recipe.dropout_seed
+        if stage.distribution.stream is not None and options.offload_activations:
+            self.kept = stage.abstract_layer_inputs(batch)
+            return stage.compile_keeping_forward(options, seed, batch)
+        if stage.distribution.stream is None and options.remat != "stage":
+            self._kept_layers = KeptLayers.of(stage, options, seed, batch)
+            self.kept = self._kept_layers.arrays
+            return self._kept_layers.compile_forward(batch)
+        return stage.compile_forward(options, seed, batch)
+
     def _compile_backward(self, batch: Batch) -> jax.stages.Compiled:
-        stage, recipe = self.stage, self._recipe
+        stage, recipe, of_layers = self.stage, self._recipe, self._kept_layers
 
         def backward(
             gradients: nnx.State,
@@ -87,18 +98,20 @@ class StagePrograms:
             inputs: Any,
             cotangent: jax.Array,
         ) -> tuple[nnx.State, Any, jax.Array]:
-            arguments = (adapters, frozen, batch, place, inputs, cotangent)
-            out, gradient, d_inputs = stage.gradients(*arguments, recipe.options, recipe.dropout_seed)
+            loss = jnp.float32(0)
+            if of_layers is not None:
+                gradient, d_inputs = of_layers.gradients(adapters, frozen, inputs, cotangent)
+            else:
+                arguments = (adapters, frozen, batch, place, inputs, cotangent)
+                out, gradient, d_inputs = stage.gradients(*arguments, recipe.options, recipe.dropout_seed)
+                loss = stage.distribution.group.total(out) if stage.is_last else loss
             gradients = jax.tree.map(lambda total, term: total + term[None], gradients, gradient)
-            loss = stage.distribution.group.total(out) if stage.is_last else jnp.float32(0)
             return gradients, d_inputs, loss
 
         *others, inputs = self.stage.arguments(batch)
         cotangent = stage.everywhere(jnp.float32) if stage.is_last else stage.abstract_activation(batch)
         out_specs = (specs_of(self._gradients), specs_of(inputs), EVERYWHERE)
-        if self.keeps:
-            inputs = self.stage.abstract_layer_inputs(batch)
-        arguments = (self._gradients, *others, inputs, cotangent)
+        arguments = (self._gradients, *others, inputs if self.kept is None else self.kept, cotangent)
         return stage.distribution.compile(backward, arguments, out_specs, donated=(0,))
 
     def _compile_exchange(self) -> jax.stages.Compiled:
@@ -155,15 +168,24 @@ class StagePrograms:
             inputs: of how many micro-batches the stage has the inputs at most.
             travelling: how many activations are on their way at most.
         """
-        waiting = min(inputs, MOST_QUEUED) if self.keeps else inputs
-        rest = max(_beside_arguments(memory(program)) for program in self._programs)
-        return _bytes_of(self._held, on_host=False) + (waiting + travelling) * self.activation_bytes + rest
+        waiting = inputs if self.kept is None else min(inputs, MOST_QUEUED)
+        of_programs = [_beside_arguments(memory(program)) for program in self._programs if program is not self.forward]
+        of_kept = _bytes_of(self.kept, on_host=False)
+        if self.forward is not None:
+            of_programs.append(_beside_arguments(memory(self.forward)) - of_kept)
+        held = _bytes_of(self._held, on_host=False) + self._most_kept(inputs) * of_kept
+        return held + (waiting + travelling) * self.activation_bytes + max(of_programs)
 
     def planned_host_memory(self, inputs: int) -> int:
         """Return the bytes of pinned host memory that training needs for each of the stage's devices."""
-        kept = (inputs + 1) * self.kept_bytes  # one more is made room for while the oldest is used
+        kept = self._most_kept(inputs) * _bytes_of(self.kept, on_host=True)
         rest = max(plan.host_temporaries for plan in map(memory, self._programs))
         return _bytes_of(self._held, on_host=True) + kept + rest
+
+    @staticmethod
+    def _most_kept(inputs: int) -> int:
+        """Of how many micro-batches something is kept: for one more room is made while the oldest is used."""
+        return inputs + 1
 
     @property
     def _held(self) -> tuple[Any, ...]:

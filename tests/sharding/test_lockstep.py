@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.lockstep import AXIS, StageFunctions, idle_share, inputs_kept, pipeline_gradients, pipeline_loss
+from sharding.lockstep import AXIS, StageFunctions, idle_share, most_kept, pipeline_gradients, pipeline_loss
 
 WIDTH, SCALE = 3, 0.5
 pytestmark = pytest.mark.eight_devices
@@ -43,13 +43,13 @@ def loss(y: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.sum((y - target) ** 2)
 
 
-def functions(inputs: jax.Array, targets: jax.Array) -> StageFunctions:
+def functions(inputs: jax.Array, targets: jax.Array, *, keeps_input: bool) -> StageFunctions:
     """Numbers that are not due are infinite or no numbers at all: nothing of them may be left."""
 
     def enter(micro_batch: jax.Array) -> jax.Array:
         return jnp.where(jax.lax.axis_index(AXIS) == 0, inputs[micro_batch], jnp.nan)
 
-    return StageFunctions(enter, layer, lambda y, micro_batch: loss(y, targets[micro_batch]))
+    return StageFunctions(enter, layer, lambda y, micro_batch: loss(y, targets[micro_batch]), keeps_input=keeps_input)
 
 
 def one_after_the_other(weights: jax.Array, inputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -61,10 +61,11 @@ def one_after_the_other(weights: jax.Array, inputs: jax.Array, targets: jax.Arra
     return total
 
 
+@pytest.mark.parametrize("keeps_input", [True, False], ids=["input", "all that its gradients need"])
 @pytest.mark.parametrize(("stages", "micro_batches"), CASES)
-def test_gradients_are_those_of_layers_one_after_the_other(stages: int, micro_batches: int) -> None:
+def test_gradients_are_those_of_layers_one_after_the_other(stages: int, micro_batches: int, keeps_input: bool) -> None:
     weights, inputs, targets = draw(stages, WIDTH), draw(micro_batches, WIDTH), draw(micro_batches, WIDTH + 1)[:, 1:]
-    made = functions(inputs, targets)
+    made = functions(inputs, targets, keeps_input=keeps_input)
 
     def of_stage(weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         gradient, total = pipeline_gradients(made, weight, micro_batches, jnp.float32(SCALE))
@@ -85,10 +86,10 @@ def test_a_stage_keeps_few_inputs_however_many_micro_batches_there_are() -> None
         return pipeline_gradients(made, weight, 50, jnp.float32(1))
 
     program = str(jax.make_jaxpr(lambda weights: on_stages(of_stage, weights))(draw(4, WIDTH)))
-    assert inputs_kept(4, 50) == 7
+    assert most_kept(4, 50) == 7
     assert f"f32[7,{WIDTH}]" in program
     assert "f32[50" not in program
-    assert inputs_kept(4, 3) == 3
+    assert most_kept(4, 3) == 3
 
 
 def test_the_bubble_is_that_of_gpipe() -> None:

@@ -53,7 +53,7 @@ def test_options_of_listed_values_and_others_show_both():
         "quantized_cache": "auto|off|PATH",
         "offload.weights": "none|all|auto|N",
         "stage_layers": "auto|N[,N]",
-        "remat": "auto|full|attention|mlp|none|nested",
+        "remat": "auto|full|attention|mlp|none|nested|stage",
     }
 
 
@@ -116,6 +116,7 @@ def test_layer_inputs_are_offloaded_with_what_keeps_them(options, message):
         ({"stage_layers": [1, 1]}, "stage_layers is for strategy layerwise"),
         ({"stage_form": "programs", "strategy": "fsdp"}, "stage_form is for strategy layerwise"),
         ({"strategy": "layerwise", "remat": "nested"}, "remat nested does not go with strategy layerwise"),
+        ({"remat": "stage"}, "remat stage is for strategy layerwise"),
     ],
 )
 def test_what_is_for_stages_goes_with_stages(options, message):

@@ -57,6 +57,14 @@ def test_replicas_of_stages_train_as_one_device_does(subject):
     assert furthest(state, one) < 1e-4
 
 
+@pytest.mark.parametrize("remat", ["none", pytest.param("attention", marks=pytest.mark.slow), "stage"])
+def test_what_a_stage_keeps_changes_no_number(subject, remat):
+    expected, one = alone(subject, 4, 3)
+    found, state = trained(equal_stages(subject, 2), subject, batches(4, 3), remat=remat)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    assert furthest(state, one) < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stages", [2, 4])
@@ -169,6 +177,10 @@ def test_the_loss_is_that_of_one_device(subject):
         ({"mesh": MeshConfig(stage=1)}, "there is one stage"),
         ({"offload": OffloadConfig(weights=2)}, "--offload.weights has each stage stream its own layers"),
         ({"offload": OffloadConfig(embedding=True)}, "--offload.embedding leaves the embedding to the first stage"),
+        (
+            {"offload": OffloadConfig(activations=True)},
+            "--offload.activations has each stage leave in host memory what remat full keeps",
+        ),
     ],
     ids=str,
 )

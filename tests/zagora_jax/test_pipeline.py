@@ -19,11 +19,13 @@ from sharding.balance import Move, StageCost
 from sharding.mesh import make_mesh
 from zagora_jax import pipeline as pipeline_module
 from zagora_jax import pipeline_step
+from zagora_jax.kept_layers import KeptLayers
 from zagora_jax.moving_streams import streamed_after
 from zagora_jax.optimizer import make_optimizer
 from zagora_jax.option_groups import MeshConfig, OffloadConfig
 from zagora_jax.pipeline import Balance, Pipeline
 from zagora_jax.stage_programs import PipelineState
+from zagora_jax.step import ForwardOptions
 from zagora_jax.train_state import initial_state
 from zagora_jax.trainer import train
 
@@ -52,6 +54,35 @@ def test_stages_train_as_one_device_does(subject):
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     # Adam divides by the gradient's own size: see test_distribution.
     assert furthest(state, one) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("remat", "offload"),
+    [
+        ("full", True),
+        ("stage", False),
+        pytest.param("none", False, marks=pytest.mark.slow),
+        pytest.param("none", True, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_stage_keeps_changes_no_number(subject, remat, offload):
+    expected, one = alone(subject, 4, 3)
+    found, state = trained(pipeline(subject, (3, 2)), subject, batches(4, 3), remat=remat, offload=offload)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    assert furthest(state, one) < 1e-4
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_stage_keeps_its_layers_inputs_where_it_is_told_and_no_weights(subject, offload):
+    stage, (batch,) = pipeline(subject, (3, 2)).stages[0], batches(1, 3)
+    options = ForwardOptions("reference", "full", segmented=True, offload_activations=offload)
+    kept = KeptLayers.of(stage, options, 0, batch)
+    activation = stage.abstract_activation(batch)
+    (inputs,) = [array for array in kept.arrays if array.shape == (1, 3, *activation.shape)]
+    assert inputs.sharding.memory_kind == ("pinned_host" if offload else "device")
+    # Beside it: codebooks, positions' rotations, segments, keys and numbers of layers.
+    others = sum(np.prod(array.shape) for array in kept.arrays if array is not inputs)
+    assert others < np.prod(activation.shape)
 
 
 @pytest.mark.parametrize(

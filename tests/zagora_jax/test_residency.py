@@ -104,11 +104,27 @@ def test_the_device_gets_what_computes_least_again(settle, limit, chosen, compil
         {"offload.activations": True},
         {"offload.optimizer": True},
         {"offload.weights": 1},
-        {"strategy": "layerwise"},
+        {"strategy": "layerwise", "offload.activations": True},
     ],
 )
 def test_where_memory_is_short_remat_is_full(settle, settings):
     assert settle(11, **settings)[:2] == ("full", [])
+
+
+@pytest.mark.parametrize(
+    ("limit", "settings", "chosen"),
+    [
+        (11, {}, "none"),
+        (5, {}, "full"),
+        (3, {}, "stage"),
+        (11, {"offload.optimizer": True}, "full"),
+        (3, {"offload.optimizer": True}, "stage"),
+        (3, {"offload.activations": True, "stage_form": "one-jit"}, "stage"),
+        (None, {}, "full"),
+    ],
+)
+def test_stages_that_have_no_room_for_layers_keep_their_input(settle, limit, settings, chosen):
+    assert settle(limit, strategy="layerwise", **settings)[0] == chosen
 
 
 def test_a_remat_that_was_asked_for_stays(settle):

@@ -12,12 +12,13 @@ from models.config import ModelConfig
 from models.cross_entropy import CHUNK_TOKENS
 from models.remat import group_count
 from models.stream_order import StreamOrder
-from sharding.lockstep import inputs_kept
+from sharding.lockstep import most_kept
 from sharding.schedule import inputs_held
 from zagora_jax.config import TrainConfig
 from zagora_jax.planning.kept import kept_elements
 from zagora_jax.planning.memory import DeviceMemory
 from zagora_jax.planning.shapes import Shapes, mesh_shape
+from zagora_jax.stage_programs import MOST_QUEUED
 from zagora_jax.streaming import slots_of
 
 ERROR = 0.07  # of the peak, at most
@@ -33,6 +34,8 @@ RESIDUALS = 2  # those of compressed exchanges, old and new
 GATHERED_LAYERS, GATHERED_LAYERS_TIGHT, TIGHT = 2.1, 0.0, 0.8
 # Of equal stages in one program: what goes on, what comes back, and the last stage's result and its gradient.
 TURNING = 4
+# The same of what their layers keep, from one half of a tick to another: what is made is put aside, and comes back.
+IN_WORK = 1.45
 # Of streamed layers: the one that is computed and the one that arrives.
 STREAMED_LAYERS = 2
 # A streamed layer is computed again where its gradients are, so that its activations exist beside their gradients;
@@ -71,8 +74,10 @@ def _of_stage(
     together = 1 if stream is None or mesh["stage"] > 1 else config.gradient_accumulation_steps
     hiddens = width * tokens * together * model.hidden_size
     kept = width * tokens * together * kept_elements(config.planned_remat, model, layers, mesh["tensor"])
+    one_program = shapes.in_one_program(config)
+    kept = round(kept * times_kept(config, index, streams=stream is not None, one_program=one_program))
     kept, on_host = (0, kept) if config.offload.activations else (kept, 0)
-    held = activations_held(config, index, one_program=shapes.in_one_program(config))
+    held = activations_held(config, index, streams=stream is not None, one_program=one_program)
     kept += width * tokens * model.hidden_size * held
     layer_bytes = shapes.layer_weight_bytes / mesh["tensor"]
     gathered = float(STREAMED_LAYERS * waiting)
@@ -96,7 +101,7 @@ def _of_stage(
         workspace = tables.workspace(round(workspace), kept, shards, tokens, summed=summed)
     slots = 0 if stream is None else slots_of(config, stream.streamed_layers) or stream.streamed_layers
     in_host_memory = waiting * slots
-    offloaded = on_host * _stacks_on_host(config, index, stream) + shapes.moments_on_host(config)[index]
+    offloaded = on_host + shapes.moments_on_host(config)[index]
     return DeviceMemory(
         **asdict(arguments),
         activations=kept,
@@ -185,23 +190,30 @@ def _score_bytes(config: TrainConfig, model: ModelConfig, kernel: str) -> int:
             return 0
 
 
-def activations_held(config: TrainConfig, stage: int, *, one_program: bool) -> int:
-    """Return how many micro-batches' activations a stage of layerwise holds beside what it computes."""
-    stages = mesh_shape(config)["stage"]
+def activations_held(config: TrainConfig, stage: int, *, streams: bool, one_program: bool) -> int:
+    """Return how many micro-batches' activations a stage of layerwise holds beside what it computes and keeps."""
+    stages, times = mesh_shape(config)["stage"], config.gradient_accumulation_steps
     if stages == 1:
         return 0
+    keeps = _keeps(config, stage, streams=streams)
     if one_program:
-        return inputs_kept(stages, config.gradient_accumulation_steps) + TURNING
+        return TURNING if keeps else most_kept(stages, times) + TURNING
     travelling = 2 if 0 < stage < stages - 1 else 1  # one arrives and one leaves on either side
-    return inputs_held(stage, stages, config.gradient_accumulation_steps) + travelling
+    held = inputs_held(stage, stages, times)
+    return (min(held, MOST_QUEUED) if keeps and not streams else held) + travelling
 
 
-def _stacks_on_host(config: TrainConfig, stage: int, stream: StreamOrder | None) -> int:
-    """Return of how many micro-batches the inputs of all layers lie in host memory at a time."""
-    stages = mesh_shape(config)["stage"]
-    if not config.offload.activations:
-        return 0
-    if stream is None or stage == stages - 1:
+def times_kept(config: TrainConfig, stage: int, *, streams: bool, one_program: bool) -> float:
+    """Return of how many micro-batches what `remat` keeps of the layers is there at a time."""
+    stages, times = mesh_shape(config)["stage"], config.gradient_accumulation_steps
+    if stages == 1 or not _keeps(config, stage, streams=streams):
         return 1
-    # A streaming stage keeps them from its forward to its backward task; one more is made room for meanwhile.
-    return inputs_held(stage, stages, config.gradient_accumulation_steps) + 1
+    if one_program:
+        return most_kept(stages, times) + IN_WORK
+    # In the last stage a micro-batch goes back at once. Before it, for one more room is made while the oldest is used.
+    return 1 if stage == stages - 1 else inputs_held(stage, stages, times) + 1
+
+
+def _keeps(config: TrainConfig, stage: int, *, streams: bool) -> bool:
+    """Whether a stage keeps something of its layers from its forward to its backward task."""
+    return config.offload.activations if streams else config.planned_remat != "stage"

@@ -28,6 +28,8 @@ ACTIVATIONS: tuple[Settings, ...] = (
     {"remat": "attention", "offload.activations": True},
     {"remat": "full", "offload.activations": True},
     {"remat": "nested"},
+    {"remat": "stage"},
+    {"remat": "stage", "offload.activations": True},
 )
 OPTIMIZERS: tuple[Settings, ...] = (
     {"optimizer": "adamw"},
@@ -154,8 +156,8 @@ def streamed_numbers(layers: int, parts: int = STREAMED_PARTS) -> list[int]:
 def _go_together(layout: Settings, kept: Settings) -> bool:
     if "offload.weights" in layout:
         return kept["remat"] == "full"
-    # A stage has other numbers of layers, and computes its forward pass again anyway.
-    return not (kept["remat"] == "nested" and layout["strategy"] == "layerwise")
+    # Nested groups would have to divide every stage.
+    return kept["remat"] != ("nested" if layout["strategy"] == "layerwise" else "stage")
 
 
 def _nothing_left(config: ConfigureConfig, count: int, shapes: ModelConfig) -> str:

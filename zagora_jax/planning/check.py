@@ -137,9 +137,10 @@ def _weights(config: TrainConfig) -> list[Settings]:
 
 
 def _kept(config: TrainConfig) -> list[Settings]:
-    less = REMATS[REMATS.index(config.planned_remat) + 1 :]
+    others = ("nested",) if config.strategy == "layerwise" else ("nested", "stage")
+    less = [remat for remat in REMATS[REMATS.index(config.planned_remat) + 1 :] if remat not in others]
     offloads = config.offload.activations
-    found: list[Settings] = [{"remat": remat} for remat in less if remat != "nested" and not offloads]
+    found: list[Settings] = [{"remat": remat} for remat in less if not offloads]
     if not offloads and config.planned_remat in OFFLOADABLE:
         found.insert(0, {"offload.activations": True})
     if not offloads and config.planned_remat != "full":

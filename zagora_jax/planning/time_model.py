@@ -85,9 +85,11 @@ def step_time(
 
 
 def _in_one_program(batch: MicroBatch, stages: int, update: float, waiting: float) -> StepTime:
-    """Of equal stages, which compute a forward pass again as a whole, and wait in every tick for each other."""
+    """Of equal stages, which wait in every tick for each other."""
     times, mesh = batch.config.gradient_accumulation_steps, mesh_shape(batch.config)
-    products, traffic = batch.products + batch.forward_products, batch.traffic + batch.forward_traffic
+    again = batch.config.planned_remat == "stage"  # a forward pass, as a whole
+    products = batch.products + again * batch.forward_products
+    traffic = batch.traffic + again * batch.forward_traffic
     of_tick = (products + traffic) / stages
     # The last stage's result goes to all, whose terms of its gradient are summed: float32.
     size = (2 + 4) * batch.tokens * batch.work.shapes.hidden_size
@@ -105,8 +107,8 @@ class _Stages:
     """The tasks of stages that pass micro-batches on, in seconds.
 
     A stage before the last computes a forward pass in its forward task, and again in its backward task, unless the
-    forward task has kept its layers' inputs in host memory. The last stage has both passes in one task. Streamed layers
-    come for every task anew, and hide under that task alone.
+    forward task has kept something of its layers. The last stage has both passes in one task. Streamed layers come for
+    every task anew, and hide under that task alone.
 
     Attributes:
         batch: a micro-batch, through all stages.
@@ -164,7 +166,8 @@ class _Stages:
         return sum(self._share(stage) for stage in range(len(self.layers) - 1) if not self._keeps(stage))
 
     def _keeps(self, stage: int) -> bool:
-        return self.streamed[stage] > 0 and self.batch.config.offload.activations
+        config = self.batch.config
+        return config.offload.activations if self.streamed[stage] else config.planned_remat != "stage"
 
     def _is_last(self, stage: int) -> bool:
         return stage == len(self.layers) - 1

@@ -311,6 +311,7 @@ def test_stages_have_a_program_each_where_one_for_all_has_no_room(monkeypatch):
         "mesh.stage": 8,
         "optimizer": "adamw_8bit",
         "offload.activations": True,
+        "remat": "stage",
         "gradient_accumulation_steps": 16,
         "sequence_length": 10240,
     }
