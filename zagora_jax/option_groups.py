@@ -324,7 +324,7 @@ class SitesConfig(Options):
         default=0.7, gt=0, description="The outer optimizer's learning rate; the same in all sites."
     )
     outer_momentum: float = Field(
-        default=0.9, ge=0, lt=1, description="The outer optimizer's Nesterov momentum; the same in all sites."
+        default=0.5, ge=0, lt=1, description="The outer optimizer's Nesterov momentum; the same in all sites."
     )
     compression: Literal["none", "int8", "int4"] = Field(
         default="int8", description="How this site's updates travel: as they are, or quantised with error feedback."

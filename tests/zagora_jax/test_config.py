@@ -124,6 +124,26 @@ def test_what_is_for_stages_goes_with_stages(options, message):
         train_config(**options)
 
 
+@pytest.mark.parametrize(
+    ("sites", "others", "message"),
+    [
+        ({"folder": "shared"}, {}, "give sites.name too"),
+        ({"name": "home"}, {}, "give sites.folder too"),
+        ({"folder": "shared", "name": "../home"}, {}, "expected letters, digits, - and _"),
+        ({"share": "5/4"}, {}, "expected PART/PARTS, such as 2/4"),
+        ({"share": "0/4"}, {}, "expected PART/PARTS, such as 2/4"),
+        ({"share": "1/2"}, {"retrieval": {"pooling": "last"}}, "give each site a file of its own"),
+        ({"folder": "shared", "name": "home"}, {"lora": {"initialization": "pissa"}}, "lora.initialization pissa"),
+    ],
+)
+def test_what_sites_cannot_do_is_refused(sites, others, message):
+    with pytest.raises(ValidationError, match=message):
+        train_config(sites=sites, **others)
+    right = train_config(sites={"folder": "s3://bucket/run", "name": "home-1", "share": "2/4"})
+    assert right.sites.part == (1, 4)
+    assert train_config().sites.part == (0, 1)
+
+
 def test_right_neighbours_of_the_wrong_options():
     config = train_config(
         eval_every=5, eval_data="e.jsonl", max_steps=10, warmup_steps=9, sequence_length=2, seed=2**32 - 1

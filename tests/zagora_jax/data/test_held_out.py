@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from zagora_jax.data.held_out import is_held_out
+from zagora_jax.data.held_out import is_held_out, is_in_part
 from zagora_jax.data.rows import Completion, Conversation, Instruction, PlainText, TokenRow
 from zagora_jax.data.turns import Turn
 
@@ -41,3 +41,18 @@ def test_only_the_content_counts():
 def test_the_choice_never_changes():
     """Written down: another choice would move rows of resumed runs from one side to the other."""
     assert [number for number in range(60) if is_held_out(PlainText(f"row {number}"), 0.1)] == [1, 22, 23, 31, 57]
+
+
+def test_parts_for_several_sites_have_all_rows_and_none_in_common():
+    rows = [PlainText(f"row {number}") for number in range(2000)]
+    parts = [[row.text for row in rows if is_in_part(row, part, 4)] for part in range(4)]
+    assert sorted(text for part in parts for text in part) == sorted(row.text for row in rows)
+    # Of 2000 draws at 1/4, the standard deviation is 19.4.
+    assert all(abs(len(part) - 500) < 4 * 19.4 for part in parts)
+
+
+def test_a_part_has_its_share_of_the_rows_that_are_held_out():
+    rows = [PlainText(f"row {number}") for number in range(4000)]
+    held_out = [row for row in rows if is_held_out(row, 0.5)]
+    # Of some 2000 draws at 1/2, the standard deviation is 22.4.
+    assert abs(sum(is_in_part(row, 0, 2) for row in held_out) - len(held_out) / 2) < 4 * 22.4
