@@ -565,6 +565,11 @@ class ConfigureConfig(CommandConfig):
         min_length=1,
         description="What joins the cards: pcie (their own slot), pcie3, pcie4 or pcie5 with -x4, -x8 or -x16, nvlink.",
     )
+    links: FilePath | None = Field(
+        default=None,
+        description="connections.json of a run directory: the rates between cards that train measured there, of which "
+        "the slowest counts, take the place of what interconnect says.",
+    )
     peer_to_peer: bool | None = Field(
         default=None,
         description="Whether cards reach each other's memory; else yes, but for GeForce cards over PCIe.",

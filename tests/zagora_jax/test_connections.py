@@ -11,7 +11,7 @@ import pytest
 
 from sharding.mesh import make_mesh
 from zagora_jax import connections, hanging
-from zagora_jax.connections import try_connections
+from zagora_jax.connections import Link, try_connections
 from zagora_jax.errors import UserError
 
 
@@ -26,7 +26,11 @@ def mesh():
 
 @pytest.mark.eight_devices
 def test_sound_devices_pass(mesh) -> None:
-    try_connections(mesh)
+    links = try_connections(mesh)
+    assert {(link.source, link.target) for link in links} == {
+        (f"cpu:{one}", f"cpu:{other}") for one in range(6) for other in range(6) if one != other
+    }
+    assert all(link.gb_s > 0 and link.between == "devices" for link in links)
     sums = connections._sum(mesh, "fsdp")
     assert sums.keys() == set(mesh.devices.flat)
     assert sums[mesh.devices.flat[5]][:3].tolist() == [7 * 2, 7 * 3, 7 * 4]  # 1 + 2 + 4 times the numbers
@@ -67,3 +71,28 @@ def test_a_copy_that_never_arrives_names_the_pair(mesh, monkeypatch) -> None:
     with pytest.raises(UserError, match=r"copying from cpu 0 to cpu 1[^\0]*NCCL_P2P_DISABLE=1"):
         try_connections(mesh)
     ended.set()
+
+
+@pytest.mark.eight_devices
+@pytest.mark.parametrize(
+    ("same_host", "between", "advice"),
+    [(True, "processes", "--shm-size=1g"), (False, "machines", "NCCL_SOCKET_IFNAME=eth0")],
+)
+def test_an_exchange_between_processes_is_tried_in_both_directions(monkeypatch, same_host, between, advice) -> None:
+    """As one process of both devices sees it."""
+    one, other = jax.devices()[:2]
+    link = connections._across(one, other, same_host, sends=False)
+    assert (link.source, link.target, link.between) == ("cpu:1", "cpu:0", between)
+    assert link.gb_s > 0
+    monkeypatch.setattr(connections, "_swap", lambda mesh, numbers: np.zeros_like(numbers))
+    with pytest.raises(UserError, match=rf"exchanging between cpu 0 \(process 0\) and cpu 1[^\0]*{advice}"):
+        connections._across(one, other, same_host, sends=True)
+
+
+def test_a_link_that_is_slower_than_others_is_said() -> None:
+    links = [Link("cuda:0", f"cuda:{other}", rate, "devices") for other, rate in ((1, 22.0), (2, 21.0), (3, 3.0))]
+    links.append(Link("cuda:0", "cuda:4", 1.1, "machines"))
+    ours, warning, far = connections.in_words(links)
+    assert ours == "links between devices: 3, 3 to 22 GB/s"
+    assert warning.startswith("warning: cuda:0 to cuda:3 reaches 3 GB/s, others 21: ")
+    assert far == "links between machines: 1, 1.1 to 1.1 GB/s"

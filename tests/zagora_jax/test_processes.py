@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,10 @@ from runs import numbers, remains, tiny_config, write_rows
 from safetensors.numpy import load_file
 
 from zagora_jax.config_file import save_config
+from zagora_jax.interruption import STOPPED
+from zagora_jax.option_groups import MeshConfig
+from zagora_jax.peers import PEER_LOST
+from zagora_jax.run_directory import read_metrics
 
 # The command train. It counts what it reads, and FAULT="process:step:signal" has a process send itself a signal behind
 # a step; peers lose patience sooner.
@@ -84,8 +89,8 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start(world: Path, run: Path, *, processes: int, devices: int, fault: str = "", **options) -> list:
-    """Start processes with so many devices each."""
+def start(world: Path, run: Path, *, processes: int, devices: int, fault: str = "", last: str = "", **options) -> list:
+    """Start processes with so many devices each; `last` is a further argument of the last one."""
     small = {"max_steps": 3, "save_every": 1, "keep_checkpoints": 9, "log_every": 1, "micro_batch_size": 1}
     config = world / f"{run.name}.yaml"
     save_config(tiny_config(world / "model", run, world / "rows.jsonl", **small | options), config)
@@ -104,6 +109,8 @@ def start(world: Path, run: Path, *, processes: int, devices: int, fault: str = 
         command = [sys.executable, "-c", COMMAND, f"{index}", str(config), *(place if processes > 1 else [])]
         if "resume" in options:
             command.append("--resume")
+        if last and index == processes - 1:
+            command.append(last)
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
     return started
@@ -151,18 +158,114 @@ def steps(run: Path) -> list[str]:
     return sorted(entry.name for entry in (run / "checkpoints").iterdir())
 
 
-def test_two_processes_train_as_one_and_one_goes_on(world, tmp_path):
-    """Each process reads its share of the weights and rows; one process alone goes on from what two have saved."""
-    train(world, tmp_path / "one", processes=1, devices=4)
-    found = train(world, tmp_path / "two", processes=2, devices=2)
-    require_same(tmp_path / "two", tmp_path / "one")
-    assert remains(tmp_path / "two") == []
+@pytest.fixture(scope="module")
+def one(world):
+    """The run that one process makes alone."""
+    train(world, world / "one", processes=1, devices=4)
+    return world / "one"
+
+
+def test_two_processes_train_as_one(world, one):
+    """Each reads its share of the weights and rows, and the first alone writes."""
+    run = world / "two"
+    found = train(world, run, processes=2, devices=2)
+    require_same(run, one)
+    assert remains(run) == []
     assert "step 3/3" in found.printed[0]
     assert "step" not in found.printed[1]  # gloo alone prints there
-    assert "step 3/3" in (tmp_path / "two" / "process-1.log").read_text()
-    (whole,), shares = counts(world, tmp_path / "one", 1), counts(world, tmp_path / "two", 2)
+    assert "step 3/3" in (run / "process-1.log").read_text()
+    (whole,), shares = counts(world, one, 1), counts(world, run, 2)
     for share in shares:
         # Half of all layers and table rows, and the one vector of the last norm.
         assert abs(share["bytes"] - whole["bytes"] / 2) < 1024
     assert sum(share["rows"] for share in shares) == whole["rows"]
     assert abs(shares[0]["rows"] - shares[1]["rows"]) <= 2
+    links = json.loads((run / "connections.json").read_text())["links"]
+    assert sorted(link["between"] for link in links) == ["devices"] * 4 + ["processes"] * 2
+    assert all(link["gb_s"] > 0 for link in links)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (4, {}),
+        (2, {"strategy": "replicas", "gradient_compression": "int8"}),
+        (2, {"mesh": MeshConfig(data=2, fsdp=2), "gradient_compression": "int8", "gradient_exchange": "delayed"}),
+        (2, {"mesh": MeshConfig(data=2, tensor=2, fsdp=1)}),
+        (2, {"mesh": MeshConfig(fsdp=2, tensor=2)}),
+        (2, {"strategy": "layerwise", "mesh": MeshConfig(stage=4)}),
+        (2, {"strategy": "layerwise", "mesh": MeshConfig(stage=2, data=2), "gradient_compression": "int8"}),
+        (2, {"strategy": "streaming", "offload": {"weights": "all", "optimizer": True}, "remat": "full"}),
+        (2, {"embeddings": "int8", "optimizer": "adamw_8bit", "lora": {"rank": 4, "use_dora": True}}),
+    ],
+    ids=["four", "int8", "delayed", "tensor", "fsdp-tensor", "stages", "stages-int8", "streaming", "8bit-dora"],
+)
+def test_every_strategy_of_one_program_is_the_same_in_processes(world, tmp_path, processes, options):
+    train(world, tmp_path / "alone", processes=1, devices=4, **options)
+    train(world, tmp_path / "shared", processes=processes, devices=4 // processes, **options)
+    require_same(tmp_path / "shared", tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_to_one_process_ends_all_behind_the_same_step(world, one, signalled, tmp_path):
+    """And fewer processes go on."""
+    run = tmp_path / "run"
+    found = ended(start(world, run, processes=2, devices=2, fault=f"{signalled}:2:{signal.SIGTERM.value}"))
+    assert found.statuses == [STOPPED, STOPPED], found.errors
+    assert steps(run) == ["1", "2"]
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2]
+    train(world, run, processes=1, devices=4, resume=True)
+    require_same(run, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "by"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)]
+)
+def test_a_lost_process_is_named_and_ends_the_others(world, one, lost, by, tmp_path):
+    """Nothing is half written, and one process alone goes on to the result of the unbroken run."""
+    run = tmp_path / "run"
+    started = start(world, run, processes=2, devices=2, fault=f"{lost}:3:{by.value}")
+    try:
+        _, error = started[1 - lost].communicate(timeout=TIMEOUT)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert started[1 - lost].returncode == PEER_LOST, error
+    assert f"error: process {lost} of 2 ({socket.gethostname()}, pid {started[lost].pid})" in error
+    assert "--resume goes on from there, also with fewer processes" in error
+    assert "1" in steps(run)
+    train(world, run, processes=1, devices=4, resume=True)
+    assert remains(run) == []
+    require_same(run, one)
+
+
+@pytest.mark.slow
+def test_what_one_process_has_wrong_ends_all_with_its_name(world, tmp_path):
+    """Whose options differ is said, and both end at once."""
+    found = ended(start(world, tmp_path / "run", processes=2, devices=1, last="--seed=1"))
+    assert all(status in (2, PEER_LOST) for status in found.statuses)
+    for error in found.errors:
+        assert "option seed is 1 in process 1 of 2" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"strategy": "layerwise", "mesh": MeshConfig(stage=2), "stage_form": "programs"},
+            "--stage-form programs does",
+        ),
+        ({"mesh": MeshConfig(fsdp=1)}, "the mesh has 0 devices of process 1 of 2"),
+        ({"lora": {"rank": 4, "initialization": "pissa"}}, "--lora.initialization pissa does not go with 2 processes"),
+    ],
+)
+def test_what_processes_cannot_share_is_refused_before_any_work(world, tmp_path, options, message):
+    found = ended(start(world, tmp_path / "run", processes=2, devices=1, **options))
+    assert all(status in (2, PEER_LOST) for status in found.statuses)
+    assert any(message in error for error in found.errors), found.errors
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -9,9 +9,12 @@ memory, which leaves about two fifths. `configure --report` measures the real on
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from sharding.targets import Gpu
+from zagora_jax.checkpoints.json_files import read_json_object
 from zagora_jax.errors import UserError
 
 _PCIE_LANE = {3: 8 * 128 / 130 / 8, 4: 16 * 128 / 130 / 8, 5: 32 * 128 / 130 / 8}
@@ -92,6 +95,35 @@ def find_link(name: str, gpu: Gpu, peer_to_peer: bool | None) -> Link:
     how = "with" if peer_to_peer else "without"
     reached = _REACHED if peer_to_peer else _REACHED_THROUGH_HOST
     return Link(f"PCIe {generation}.0 x{lanes}, {how} peer-to-peer", raw * reached, raw * _REACHED)
+
+
+def with_measured(link: Link, path: Path) -> Link:
+    """Return a link at the rates that `train` has measured: between cards the slowest, since exchanges wait for it.
+
+    Args:
+        link: what is known without.
+        path: of a run directory's connections.json.
+
+    Raises:
+        UserError: the file is none, or no pair of cards was measured.
+    """
+    content = read_json_object(path)
+    links, host = content.get("links"), content.get("host_gb_s")
+    if not isinstance(links, list) or not links:
+        raise UserError(f"--links {path}: expected the key links with measured pairs, found {links!r}")
+    rates = [
+        _rate(pair.get("gb_s") if isinstance(pair, dict) else pair, f"{path}: links[{number}].gb_s")
+        for number, pair in enumerate(links)
+    ]
+    name = f"measured, the slowest of {len(rates)} pairs"
+    to_host = link.host_gb_s if host is None else _rate(host, f"{path}: host_gb_s")
+    return replace(link, name=name, gpu_gb_s=min(rates), host_gb_s=to_host, measured=True)
+
+
+def _rate(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"--links {name}: expected a positive number, found {value!r}")
+    return float(value)
 
 
 def _pcie(generation: int, lanes: int) -> float:

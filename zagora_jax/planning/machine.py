@@ -11,7 +11,7 @@ from sharding.targets import gpu as find_gpu
 from zagora_jax.config import ConfigureConfig, quantized_folder
 from zagora_jax.devices import installed_gpus
 from zagora_jax.errors import UserError
-from zagora_jax.planning.links import Link, find_link
+from zagora_jax.planning.links import Link, find_link, with_measured
 from zagora_jax.planning.probe import disk_gb_s, gpu_gb_s, host_gb_s
 from zagora_jax.reporting.sensors import GIB
 
@@ -116,6 +116,15 @@ def find_machine(config: ConfigureConfig) -> Machine:
     Raises:
         UserError: an unknown GPU or link, more memory than the card has, or no GPU to find here.
     """
+    machine = _described(config)
+    if config.links is None:
+        return machine
+    if machine.link is None:
+        raise UserError(f"--links {config.links}: of {machine.name} no time is planned; name the cards with --gpu")
+    return replace(machine, link=with_measured(machine.link, config.links))
+
+
+def _described(config: ConfigureConfig) -> Machine:
     if config.gpu is None and config.memory_per_gpu is None:
         return _with_disk(_this_machine(config), config.disk_gb_s or disk_gb_s(quantized_folder("auto")))
     gpu, notes = _described_gpu(config)

@@ -1,5 +1,7 @@
 """Machines by their cards' names, what joins them, and what is left of a card for arrays."""
 
+import json
+
 import pytest
 
 from sharding.targets import GPUS
@@ -52,6 +54,40 @@ def test_24_means_the_whole_card_and_less_is_a_bound():
 def test_wrong_machines_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         machine(**options)
+
+
+def test_measured_links_take_the_place_of_named_ones(tmp_path):
+    """The slowest pair counts; without a rate to the host, that of the slot stays."""
+    named = machine(gpu="rtx4090", gpu_count=2).link
+    file = tmp_path / "connections.json"
+    link = {"source": "cuda:0", "target": "cuda:1", "between": "devices"}
+    file.write_text(json.dumps({"links": [link | {"gb_s": 11.5}, link | {"gb_s": 9.25}], "host_gb_s": None}))
+    found = machine(gpu="rtx4090", gpu_count=2, links=file).link
+    assert (found.gpu_gb_s, found.host_gb_s, found.measured) == (9.25, named.host_gb_s, True)
+    assert found.name == "measured, the slowest of 2 pairs"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "expected the key links with measured pairs, found None"),
+        ({"links": []}, "expected the key links with measured pairs"),
+        ({"links": [{"gb_s": 0}]}, r"links\[0\].gb_s: expected a positive number, found 0"),
+        ({"links": [{"gb_s": 1}], "host_gb_s": "fast"}, "host_gb_s: expected a positive number, found 'fast'"),
+    ],
+)
+def test_links_that_were_not_measured_are_refused(tmp_path, content, message):
+    file = tmp_path / "connections.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        machine(gpu="rtx4090", links=file)
+
+
+def test_links_of_devices_without_figures_are_refused(tmp_path):
+    file = tmp_path / "connections.json"
+    file.write_text(json.dumps({"links": [{"gb_s": 1}]}))
+    with pytest.raises(UserError, match=r"--links .*: of CPU no time is planned; name the cards with --gpu"):
+        machine(links=file)
 
 
 def test_this_machine_is_planned_for_where_no_card_is_named():
