@@ -59,7 +59,7 @@ class Activity:
 
     def late(self) -> str:
         """Say how late it is, and where all threads stand."""
-        return f"{self.what}: hangs: nothing has come of it for {self.age:.0f} s{_places()}"
+        return f"{self.what}: hangs: nothing has come of it for {self.age:.0f} s{_places()}{_elsewhere()}"
 
 
 class _Watchdog:
@@ -101,6 +101,7 @@ class _Watchdog:
 
 
 _watchdog: _Watchdog | None = None
+_elsewhere: Callable[[], str] = str
 _one_watchdog = threading.Lock()
 
 
@@ -178,6 +179,12 @@ _hung = False
 def _remember_hanging() -> None:
     global _hung
     _hung = True
+
+
+def say_too(elsewhere: Callable[[], str]) -> None:
+    """Say with all that hangs what `elsewhere` returns: what other processes are at."""
+    global _elsewhere
+    _elsewhere = elsewhere
 
 
 def leave_at_once() -> None:

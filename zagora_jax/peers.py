@@ -71,7 +71,7 @@ class Peers:
         with self._lock:
             self._ended = {"status": status, "message": message}
         self._closing.set()
-        self._tell()
+        self._tell_in_time()
         if self._index == 0:
             self._linger()
 
@@ -126,6 +126,7 @@ class Peers:
     def _watch(self) -> None:
         silent: dict[int, float] = dict.fromkeys(range(len(self._names)), 0.0)  # seconds
         counts: dict[int, int] = {}
+        ending: dict[int, float] = {}  # seconds since a process has said that it ends
         rounds, without_round, last = 0, 0.0, time.monotonic()
         while not self._closing.wait(BEAT / 4):
             now = time.monotonic()
@@ -137,7 +138,10 @@ class Peers:
             for index in silent.keys() - {self._index}:
                 sign = self._found.get(index)
                 if sign is not None and sign["ended"]:
-                    self._judge(index, self._error(index, sign["ended"]), sign["ended"]["status"])
+                    ending[index] = ending.get(index, 0.0) + passed
+                    if ending[index] >= BEAT:  # else this process may be about to say the same by itself
+                        self._judge(index, self._error(index, sign["ended"]), sign["ended"]["status"])
+                    continue
                 is_new = sign is not None and counts.get(index) != sign["count"]
                 silent[index] = 0.0 if is_new else silent[index] + passed
                 counts[index] = -1 if sign is None else sign["count"]

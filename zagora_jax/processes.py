@@ -176,10 +176,12 @@ class Processes:
         self._hosts = self.gathered(socket.gethostname())
         pids = self.gathered(os.getpid())
         names = [f"{self.name(index)[:-1]}, pid {pid})" for index, pid in enumerate(pids)]
+        hanging.say_too(self.behind)
         self._peers = Peers(client, service, self.index, names, run)
 
     def close(self) -> None:
         """Watch over the others no longer."""
+        hanging.say_too(str)
         if self._peers is not None:
             self._peers.close()
 
