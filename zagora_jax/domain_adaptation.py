@@ -53,15 +53,19 @@ class DomainAdaptationTrainer(GeneratingTrainer):
             UserError: a key is unknown or a value wrong.
         """
         where = "config"
+        if not isinstance(config, Mapping):
+            raise UserError(f"{where}: expected a dict, found {type(config).__name__}")
         if missing := [name for name in ("base_model", "domain_data") if config.get(name) is None]:
             raise UserError(f"{where}: {missing[0]} is required; found {', '.join(config) or 'nothing'}")
         _check_backend(communication_backend)
         named = {self.NAMES.get(name, name): value for name, value in config.items() if name != "domain_data"}
         self._domain_data = config["domain_data"]
         given = as_options(named, where).given
+        for name in self.NAMES.keys() & config.keys():
+            given[self.NAMES[name]] = given[self.NAMES[name]]._replace(where=f"{where}: {name}")
         if gpu_count is not None:
-            if gpu_count < 1:
-                raise UserError(f"DomainAdaptationTrainer: gpu_count: expected at least 1, found {gpu_count}")
+            if type(gpu_count) is not int or gpu_count < 1:
+                raise UserError(f"DomainAdaptationTrainer: gpu_count: expected 1 or more, found {gpu_count!r}")
             given = merged(given, {"devices": Given(list(range(gpu_count)), "gpu_count")})
         usual = {name: Given(value, "DomainAdaptationTrainer") for name, value in self.USUAL.items()}
         super().__init__({**usual, **given}, callbacks, reporter)

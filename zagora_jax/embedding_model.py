@@ -13,6 +13,7 @@ from zagora_jax.adapter import open_adapter, with_adapters_options
 from zagora_jax.arrange import arrange
 from zagora_jax.base import open_base
 from zagora_jax.config import TrainConfig
+from zagora_jax.data.in_memory import texts_of
 from zagora_jax.data.pairs import Pair, tokenized
 from zagora_jax.devices import choose_mesh
 from zagora_jax.distribution import Distribution
@@ -52,7 +53,8 @@ class TextEmbedder:
         return measure(self._embed, rows, options.temperature)
 
     def _vectors(self, prefix: str, texts: Sequence[str]) -> np.ndarray:
-        if not len(texts):
+        texts = texts_of(texts, "texts")
+        if not texts:
             raise UserError("expected at least one text, found none")
         if empty := [number for number, text in enumerate(texts, start=1) if not (prefix + text).strip()]:
             raise UserError(f"text {empty[0]}: expected a text, found nothing but space")

@@ -45,6 +45,7 @@ Trackers = Annotated[
 ]
 Texts = Annotated[
     list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1),
     BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
 ]
 Quantization = Literal["nf4", "hqq", "int8", "none"]

@@ -165,7 +165,8 @@ def _complaints(config_class: type[CommandConfig], error: ValidationError, given
             where = given[name].where
             label = options[name].flag if where == COMMAND_LINE else name
             expected = " or ".join(dict.fromkeys(_expectation(details) for details in errors))
-            yield f"{where}: {label}: expected {expected}, found {written(errors[0]['input'])}"
+            named = where if where.endswith(f": {name}") else f"{where}: {label}"
+            yield f"{named}: expected {expected}, found {written(errors[0]['input'])}"
 
 
 def _option_at(location: tuple[int | str, ...], options: Mapping[str, Option]) -> str:

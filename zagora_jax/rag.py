@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from zagora_jax.data.in_memory import texts_of
 from zagora_jax.errors import UserError
 
 INSTRUCTION = (
@@ -46,7 +47,7 @@ class PassageIndex:
         Raises:
             UserError: there are none.
         """
-        self.passages = tuple(dict.fromkeys(passages))
+        self.passages = tuple(dict.fromkeys(texts_of(passages, "passages")))
         if not self.passages:
             raise UserError("passages: expected at least one, found none")
         self._embed = embed
@@ -160,6 +161,7 @@ class Rag:
 
     def ask(self, questions: Sequence[str], *, max_new_tokens: int = 128) -> list[Answer]:
         """Answer each question."""
+        questions = texts_of(questions, "questions")
         found = [
             tuple(self._index.passages[place] for place in places)
             for places in self._index.search(questions, self._count)

@@ -1,13 +1,13 @@
 """Trainers for programs and notebooks: faces of `zagora_jax.trainer.train`, which the command line runs too."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from zagora_jax.callbacks import Callback
 from zagora_jax.config import EvaluateConfig, ExportConfig, TrainConfig
-from zagora_jax.data.in_memory import Dataset, sources_of
+from zagora_jax.data.in_memory import Dataset, sources_of, texts_of
 from zagora_jax.errors import UserError
 from zagora_jax.evaluate_run import evaluate_run
 from zagora_jax.exporter import export
@@ -30,6 +30,11 @@ class Trainer:
         self, options: Mapping[str, Given], callbacks: Sequence[Callback] = (), reporter: Reporter | None = None
     ):
         """Keep options of `TrainConfig` by name, each with where it was given."""
+        if not isinstance(callbacks, Iterable) or not all(isinstance(one, Callback) for one in callbacks):
+            raise UserError(
+                f"{type(self).__name__}: callbacks: expected a list of objects of zagora_jax.callbacks.Callback, found "
+                f"{callbacks!r}"
+            )
         self._options, self._callbacks, self._reporter = dict(options), tuple(callbacks), reporter or Reporter()
         self.config = build(TrainConfig, _without_data(self._options))
 
@@ -40,6 +45,8 @@ class Trainer:
         Raises:
             UserError: there is none.
         """
+        if not isinstance(run, str | Path):
+            raise UserError(f"{cls.__name__}.from_run: expected a run directory, found {type(run).__name__}")
         directory = RunDirectory(run)
         recorded = directory.read_config().model_dump(exclude_defaults=True) | {"output": directory.path.absolute()}
         trainer = cls.__new__(cls)
@@ -161,7 +168,7 @@ class GeneratingTrainer(Trainer):
         self._require_run("generate")
         if self._generator is None:
             self._generator = open_generator(str(self.run_directory))
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        several = [prompts] if isinstance(prompts, str) else texts_of(prompts, "prompts")
         ask = self._generator.answer if chat else self._generator.complete
         texts = ask(several, Sampling(max_new_tokens, temperature, seed))
         return texts[0] if isinstance(prompts, str) else texts
@@ -252,8 +259,11 @@ def constructed(
     Raises:
         UserError: an option does not exist.
     """
+    if gpu_ids is not None and (isinstance(gpu_ids, str) or not isinstance(gpu_ids, Iterable)):
+        raise UserError(f"{where}: gpu_ids: expected a list of numbers, such as [0, 1], found {gpu_ids!r}")
+    model = str(model_name) if isinstance(model_name, Path) else model_name
     named = {
-        "model": Given(str(model_name), f"{where}: model_name"),
+        "model": Given(model, f"{where}: model_name"),
         "devices": Given(None if gpu_ids is None else list(gpu_ids), f"{where}: gpu_ids"),
         "strategy": Given(partition_strategy, f"{where}: partition_strategy"),
     }
@@ -279,6 +289,8 @@ def require_own_tokenizer(tokenizer: "PreTrainedTokenizerBase", model: str) -> N
     """
     from zagora_jax.checkpoints import load_tokenizer, open_checkpoint
 
+    if not hasattr(tokenizer, "get_vocab"):
+        raise UserError(f"tokenizer: expected one of transformers, found {type(tokenizer).__name__}; leave it out")
     own = load_tokenizer(open_checkpoint(model))
     differing = [
         what

@@ -4,11 +4,13 @@ import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
-from zagora_jax.options import Given, options_of
+from zagora_jax.option_groups import Options
+from zagora_jax.options import Given, options_of, written
 
 # Names of transformers (and of trl's SFTConfig) for options that have another name here.
 RENAMED = {
@@ -85,6 +87,8 @@ def as_options(arguments: Arguments, where: str = "training_args") -> Translated
             translated = _translated(name, values, is_usual=name in untouched, where=where)
         except ValueError as error:
             raise UserError(f"{where}: {name}: {error}") from None
+        except TypeError:
+            raise UserError(f"{where}: {name}: {values[name]!r} is no value that it can have") from None
         options = {option: Given(item, f"{where}: {name}") for option, item in translated.items()}
         if name in untouched:
             usual |= options
@@ -103,13 +107,22 @@ def own_options(values: Mapping[str, Any], where: str) -> dict[str, Given]:
     given: dict[str, Given] = {}
     for name, value in values.items():
         if name in known:
-            given[name] = Given(value, f"{where}: {name}")
+            given[name] = Given(_as_text(value) if Path not in known[name].types else value, f"{where}: {name}")
         elif any(option.startswith(f"{name}.") for option in known):
-            group = value if isinstance(value, Mapping) else value.model_dump(exclude_unset=True)
+            group = value.model_dump(exclude_unset=True) if isinstance(value, Options) else value
+            if not isinstance(group, Mapping):
+                raise UserError(f"{where}: {name}: expected a dict of its options, found {written(value)}")
             given |= own_options({f"{name}.{field}": item for field, item in group.items()}, where)
         else:
             raise UserError(_unknown(name, where))
     return given
+
+
+def _as_text(value: Any) -> Any:
+    """Return paths as texts, also in a list."""
+    if isinstance(value, list | tuple):
+        return [_as_text(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def merged(first: Mapping[str, Given], second: Mapping[str, Given]) -> dict[str, Given]:
@@ -207,6 +220,13 @@ def _warmup(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"warmup_steps": int(steps)} if steps else {}
 
 
+def _is_true(name: str, values: Mapping[str, Any]) -> bool:
+    value = values.get(name)
+    if value not in (True, False, None):
+        raise ValueError(f"expected true or false, found {written(value)}")
+    return bool(value)
+
+
 def _schedule(values: Mapping[str, Any]) -> dict[str, Any]:
     name = values["lr_scheduler_type"]
     return {"schedule": SCHEDULES.get(name, name)}
@@ -218,13 +238,14 @@ def _optimizer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compute_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
-    if values.get("bf16") and values.get("fp16"):
+    bf16, fp16 = _is_true("bf16", values), _is_true("fp16", values)
+    if bf16 and fp16:
         raise ValueError("bf16 and fp16 are both true: give one of them")
-    return {"compute_dtype": "bfloat16" if values.get("bf16") else "float16" if values.get("fp16") else "float32"}
+    return {"compute_dtype": "bfloat16" if bf16 else "float16" if fp16 else "float32"}
 
 
 def _remat(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"remat": "full" if values["gradient_checkpointing"] else "auto"}
+    return {"remat": "full" if _is_true("gradient_checkpointing", values) else "auto"}
 
 
 def _eval_batch_size(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 import zagora_jax
 from zagora_jax import trainers
+from zagora_jax.callbacks import Callback
 from zagora_jax.checkpoints import load_tokenizer, open_checkpoint
 from zagora_jax.config import TrainConfig
 from zagora_jax.data.files import read_rows
@@ -137,7 +138,7 @@ def test_a_domain_is_packed_and_split(folder, tmp_path, monkeypatch):
     [
         ({"base_model": "m"}, {}, "config: domain_data is required; found base_model"),
         ({"base_model": "m", "domain_data": ["a"], "batch": 1}, {}, "config: batch: has no counterpart"),
-        ({"base_model": "m", "domain_data": ["a"]}, {"gpu_count": 0}, "gpu_count: expected at least 1, found 0"),
+        ({"base_model": "m", "domain_data": ["a"]}, {"gpu_count": 0}, "gpu_count: expected 1 or more, found 0"),
         ({"base_model": "m", "domain_data": ["a"]}, {"communication_backend": "gloo"}, "expected auto or nccl"),
         ({"base_model": "m", "domain_data": ["a"]}, {"communication_backend": "nccl"}, "for NVIDIA GPUs, found cpu"),
     ],
@@ -172,3 +173,74 @@ def test_to_import_the_package_imports_no_jax():
     assert done.stdout.split() == ["False", "False", "True"]
     with pytest.raises(AttributeError, match="has no attribute 'Foo'"):
         zagora_jax.Foo  # noqa: B018
+
+
+def of_domain(folder, config=None, **given):
+    config = config or {"base_model": folder / "model", "domain_data": "rows.jsonl"}
+    return zagora_jax.DomainAdaptationTrainer(config, **given)
+
+
+WRONG = {
+    "a number of cards": (
+        lambda f: distributed(f, gpu_ids=2),
+        r"gpu_ids: expected a list of numbers, such as \[0, 1\], found 2",
+    ),
+    "cards in a text": (lambda f: distributed(f, gpu_ids="0,1"), "gpu_ids: expected a list of numbers"),
+    "no model": (lambda _: zagora_jax.DistributedTrainer(None), "model_name: model: expected a text, found null"),
+    "one callback": (lambda f: distributed(f, callbacks=Callback()), "callbacks: expected a list of objects of"),
+    "a class as callback": (lambda f: distributed(f, callbacks=[Callback]), "callbacks: expected a list of objects of"),
+    "no prompts": (
+        lambda f: distributed(f, samples={"prompts": []}),
+        "samples.prompts: expected a list that is not empty",
+    ),
+    "no run": (
+        lambda _: zagora_jax.DistributedTrainer.from_run(None),
+        "from_run: expected a run directory, found NoneType",
+    ),
+    "no dict": (lambda f: of_domain(f, ["base_model"]), "config: expected a dict, found list"),
+    "a text of cards": (lambda f: of_domain(f, gpu_count="4"), "gpu_count: expected 1 or more, found '4'"),
+    "another size": (
+        lambda f: of_domain(f, {"base_model": f, "domain_data": "rows", "batch_size_per_gpu": 0}),
+        "config: batch_size_per_gpu: micro_batch_size: expected at least 1, found 0",
+    ),
+    "no tokenizer": (
+        lambda f: distributed(f).train(["rows.jsonl"], tokenizer="gpt2"),
+        "tokenizer: expected one of transformers, found str",
+    ),
+    "half a character": (
+        lambda f: distributed(f).train([{"text": "\ud800"}]),
+        "data, row 1: expected text, numbers and lists: .*surrogates not allowed",
+    ),
+    "one text to embed": (
+        lambda f: embedder(f).embed("a text"),
+        "texts: expected a list of texts, found str; put it into",
+    ),
+    "a number to embed": (lambda f: embedder(f).embed(["a", 1]), "texts, item 2: expected a text, found int"),
+    "one pair a step": (
+        lambda f: embedder(f).train([{"query": "a", "positive": "b"}]),
+        "an optimizer step has one of the 1 pairs, and no other passage to tell its own from",
+    ),
+    "one passage": (
+        lambda _: zagora_jax.PassageIndex(lambda texts: texts, "abc"),
+        "passages: expected a list of texts",
+    ),
+}
+
+
+def distributed(folder, **given):
+    output = {"output": str(folder / "wrong"), "reporter": recorder()[0]}
+    return zagora_jax.DistributedTrainer(folder / "model", **output, **given)
+
+
+def embedder(folder):
+    return zagora_jax.EmbeddingTrainer(
+        folder / "model", output=str(folder / "wrong"), quantized_cache="off", reporter=recorder()[0]
+    )
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_gets_an_answer(name, folder):
+    attempt, message = WRONG[name]
+    with pytest.raises(UserError, match=message):
+        attempt(folder)
+    assert not (folder / "wrong" / "config.yaml").exists()

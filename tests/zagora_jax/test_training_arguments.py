@@ -1,5 +1,7 @@
 """What training arguments mean here, and which are refused."""
 
+from pathlib import Path
+
 import pytest
 
 from zagora_jax.config import TrainConfig
@@ -61,6 +63,28 @@ def test_names_of_transformers_and_of_options_are_taken(arguments, expected):
 def test_what_has_no_meaning_here_is_refused_by_name(arguments, message):
     with pytest.raises(UserError, match=message):
         as_options(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bf16": "yes"}, 'training_args: bf16: expected true or false, found "yes"'),
+        ({"gradient_checkpointing": "no"}, "training_args: gradient_checkpointing: expected true or false"),
+        ({"optim": ["adamw"]}, r"training_args: optim: \['adamw'\] is no value that it can have"),
+        ({"eval_steps": [1]}, "training_args: eval_steps: "),
+        ({"lora": "all"}, 'training_args: lora: expected a dict of its options, found "all"'),
+        ({"learning_rate": "fast"}, 'training_args: learning_rate: expected a number, found "fast"$'),
+        ({"model": None}, "training_args: model: expected a text, found null"),
+    ],
+)
+def test_values_of_another_kind_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        build(TrainConfig, {"model": Given("m", "here"), **as_options(arguments).given})
+
+
+def test_paths_are_texts_where_texts_are_asked_for():
+    given = own_options({"model": Path("m"), "data": [Path("a"), "b"], "output": Path("o")}, "T")
+    assert [item.value for item in given.values()] == ["m", ["a", "b"], Path("o")]
 
 
 def test_a_wrong_value_is_named_as_it_was_given():

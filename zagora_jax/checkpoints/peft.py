@@ -134,7 +134,8 @@ def write_adapter(
         trained: Whether an optimizer step has been made: then some B must not be zero.
 
     Raises:
-        ValueError: `tensors` are no whole adapter; nothing has been written.
+        UserError: A training has changed nothing; nothing has been written.
+        ValueError: `tensors` are no whole adapter; likewise.
         RuntimeError: What was written reads back differently.
     """
     problem = _find_problem({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, config)
@@ -148,7 +149,10 @@ def write_adapter(
             f"{difference[0]} is on one side only"
         )
     if trained and not any(np.any(tensor) for name, tensor in tensors.items() if begins_as_zero(name)):
-        raise ValueError("the adapter is not saved: every B is zero after training, so it does nothing")
+        raise UserError(
+            f"{directory}: the adapter is not saved: every B is zero after training, so it does nothing. Raise the "
+            "learning rate, and look whether the rows have something to learn"
+        )
 
     directory.mkdir(parents=True, exist_ok=True)
     with atomic_file(directory / WEIGHTS) as file:

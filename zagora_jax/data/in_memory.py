@@ -50,6 +50,21 @@ def sources_of(dataset: Dataset, folder: Path, name: str, split: str = TRAIN) ->
     return [str(_written(items, folder, name))]
 
 
+def texts_of(given: Any, name: str) -> list[str]:
+    """Return the texts of a list.
+
+    Raises:
+        UserError: it is one text, or holds anything else.
+    """
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise UserError(f"{name}: expected a list of texts, found {type(given).__name__}; put it into a list")
+    texts = list(given)
+    for number, text in enumerate(texts, start=1):
+        if not isinstance(text, str):
+            raise UserError(f"{name}, item {number}: expected a text, found {type(text).__name__}")
+    return texts
+
+
 def _written(rows: Iterator[Any], folder: Path, name: str) -> Path:
     """Write rows to a file whose name is a hash of them, so that no other rows' file is overwritten."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,8 +72,8 @@ def _written(rows: Iterator[Any], folder: Path, name: str) -> Path:
     try:
         with temporary.open("xb") as file:
             for line in _lines(rows, name):
-                file.write(encoded := line.encode())
-                digest.update(encoded)
+                file.write(line)
+                digest.update(line)
             file.flush()
             os.fsync(file.fileno())
         final = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
@@ -81,12 +96,12 @@ def _source(item: Any, number: int, name: str) -> str:
     return str(item)
 
 
-def _lines(rows: Iterator[Any], name: str) -> Iterator[str]:
+def _lines(rows: Iterator[Any], name: str) -> Iterator[bytes]:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise UserError(f"{name}, row {number}: expected a mapping such as a dict, found {type(row).__name__}")
         try:
-            yield json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
+            yield json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise UserError(f"{name}, row {number}: expected text, numbers and lists: {error}") from error
 

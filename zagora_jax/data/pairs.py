@@ -239,6 +239,12 @@ def pair_batches(
     """
     statistics, group = PairStatistics(), config.retrieval.texts_of_a_pair
     pairs = training_pairs(config, statistics, first_rows)
+    in_step = min(len(pairs), config.micro_batch_size * replicas * config.gradient_accumulation_steps)
+    if in_step == 1 and not config.retrieval.hard_negatives:
+        raise UserError(
+            f"an optimizer step has one of the {len(pairs)} pairs, and no other passage to tell its own from: give "
+            "more pairs, or raise micro_batch_size or gradient_accumulation_steps"
+        )
     batches = PairBatches(
         Examples.of(tokenized_pairs(config, tokenizer, pairs, statistics)),
         group=group,
