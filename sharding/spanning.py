@@ -71,19 +71,33 @@ def gather(array: jax.Array | np.ndarray, mesh: Mesh) -> jax.Array:
         array: of the same shape and dtype everywhere.
         mesh: one axis, with one device of every process in their order.
     """
+    return _replicate(NamedSharding(mesh, PartitionSpec()))(_of_each(array, mesh)).addressable_data(0)
+
+
+def total(array: jax.Array | np.ndarray, mesh: Mesh) -> jax.Array:
+    """Return the sum of the arrays that the processes give, in their dtype; see `gather`."""
+    return _sum(NamedSharding(mesh, PartitionSpec()))(_of_each(array, mesh)).addressable_data(0)
+
+
+def _of_each(array: jax.Array | np.ndarray, mesh: Mesh) -> jax.Array:
+    """Make one array [processes, *shape] of what each process gives, a row on each one's device."""
     (axis,) = mesh.axis_names
     devices: list[jax.Device] = list(mesh.devices.flat)
     own = [device for device in devices if device.process_index == jax.process_index()]
     shape = (mesh.size, *array.shape)
     sharding = NamedSharding(mesh, PartitionSpec(axis))
     pieces = [jax.device_put(array, device)[None] for device in own]
-    spread = jax.make_array_from_single_device_arrays(shape, sharding, pieces)
-    return _replicate(NamedSharding(mesh, PartitionSpec()))(spread).addressable_data(0)
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
 @cache
 def _replicate(sharding: NamedSharding) -> Any:
     return jax.jit(lambda array: array, out_shardings=sharding)
+
+
+@cache
+def _sum(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda rows: rows.sum(axis=0, dtype=rows.dtype), out_shardings=sharding)
 
 
 def _own_indices(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, Index]:

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.spanning import gather, place, whole_everywhere
+from sharding.spanning import gather, place, total, whole_everywhere
 from zagora_jax import hanging, interruption
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import know_limits, memory_limit
@@ -98,10 +98,6 @@ class Processes:
         self._calls += 1
         return found
 
-    def least(self, number: int) -> int:
-        """Return the least of the numbers that the processes give."""
-        return min(self.gathered(number))
-
     def meet(self, what: str) -> None:
         """Wait until every process is here."""
         self.doing(f"waiting for the others, {what}")
@@ -125,8 +121,17 @@ class Processes:
         return stops
 
     def arrays_from_first(self, tree: T) -> T:
-        """Return the first process's arrays on the host; what those of the others hold does not matter."""
-        return tree if self.alone else jax.tree.map(lambda leaf: self.arrays_of_each(leaf)[0], tree)
+        """Return the first process's arrays on the host, bit for bit; what those of the others hold does not matter."""
+        if self.alone:
+            return tree
+
+        def from_first(leaf: Any) -> np.ndarray:
+            own = _bytes_of([np.asarray(leaf)])
+            # What the others give is added to it.
+            found = np.asarray(total(own if self.is_first else np.zeros_like(own), self._first_devices))
+            return _arrays_of(found, [np.asarray(leaf)])[0]
+
+        return jax.tree.map(from_first, tree)
 
     def arrays_of_each(self, tree: T) -> list[T]:
         """Return the arrays that each process gives, in their order, bit for bit, on the host.
@@ -135,15 +140,8 @@ class Processes:
         """
         leaves, structure = jax.tree.flatten(tree)
         arrays = [np.asarray(leaf) for leaf in leaves]
-        own = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
-        rows = np.asarray(gather(np.pad(own, (0, _rounded(own.size) - own.size)), self._first_devices))
-        trees = []
-        for row in rows:
-            ends = np.cumsum([array.nbytes for array in arrays])
-            parts = zip(np.split(row[: own.size], ends[:-1]), arrays, strict=True)
-            found = [part.view(array.dtype).reshape(array.shape) for part, array in parts]
-            trees.append(jax.tree.unflatten(structure, found))
-        return trees
+        rows = np.asarray(gather(_bytes_of(arrays), self._first_devices))
+        return [jax.tree.unflatten(structure, _arrays_of(row, arrays)) for row in rows]
 
     def meet_devices(self) -> None:
         """Exchange what each process knows of its devices, which are used from now on."""
@@ -227,10 +225,18 @@ class Processes:
         return Mesh(np.array([first[index] for index in range(self.count)]), ("processes",))
 
 
-def _rounded(size: int) -> int:
-    """Round a number of bytes up by an eighth at most, so that few programs serve all sizes."""
-    unit = 2 ** max(10, size.bit_length() - 4)
-    return -(-size // unit) * unit
+def _bytes_of(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the bytes of arrays, one behind the other, and zeros up to one of few sizes: each size is compiled for."""
+    data = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
+    unit = 2 ** max(10, data.size.bit_length() - 4)  # an eighth more at most
+    return np.pad(data, (0, -data.size % unit))
+
+
+def _arrays_of(data: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Undo `_bytes_of`; `like` gives shapes and dtypes."""
+    ends = np.cumsum([array.nbytes for array in like])
+    parts = zip(np.split(data[: ends[-1]], ends[:-1]), like, strict=True)
+    return [part.view(array.dtype).reshape(array.shape) for part, array in parts]
 
 
 def _is_of_exchange(error: BaseException) -> bool:

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import eight_devices
+import ml_dtypes
 import numpy as np
 import pytest
 from oracles import tiny_llama
 from runs import numbers, remains, tiny_config, write_rows
 from safetensors.numpy import load_file
 
+from zagora_jax import processes
 from zagora_jax.config_file import save_config
 from zagora_jax.interruption import STOPPED
 from zagora_jax.option_groups import MeshConfig
@@ -158,6 +160,21 @@ def steps(run: Path) -> list[str]:
     return sorted(entry.name for entry in (run / "checkpoints").iterdir())
 
 
+def test_arrays_travel_as_bytes_bit_for_bit():
+    """Of any type and shape, behind each other at any address."""
+    arrays = [
+        np.array([True, False, True]),
+        np.array(-0.0, np.float32),
+        np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3),
+        np.full((0, 4), 1.0),
+        np.array([np.nan, 1e-45], np.float32),
+    ]
+    data = processes._bytes_of(arrays)
+    assert data.nbytes == 1024
+    for found, array in zip(processes._arrays_of(data, arrays), arrays, strict=True):
+        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
 @pytest.fixture(scope="module")
 def one(world):
     """The run that one process makes alone."""
@@ -210,13 +227,14 @@ def test_every_strategy_of_one_program_is_the_same_in_processes(world, tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_signal_to_one_process_ends_all_behind_the_same_step(world, one, signalled, tmp_path):
-    """And fewer processes go on."""
+    """And as many go on, or fewer."""
     run = tmp_path / "run"
     found = ended(start(world, run, processes=2, devices=2, fault=f"{signalled}:2:{signal.SIGTERM.value}"))
     assert found.statuses == [STOPPED, STOPPED], found.errors
     assert steps(run) == ["1", "2"]
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2]
-    train(world, run, processes=1, devices=4, resume=True)
+    goes_on = 2 - signalled
+    train(world, run, processes=goes_on, devices=4 // goes_on, resume=True)
     require_same(run, one)
 
 
