@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 READ_AT_A_TIME = 1 << 24  # bytes
+LARGEST = 1e200  # of numbers that anything is done with: their squares and sums are finite
 
 
 @dataclass
@@ -153,7 +154,12 @@ def _number(value: Any) -> float | None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        return math.inf if value > 0 else -math.inf
+    known = finite(value)
+    return math.nan if known is None else known
+
+
+def finite(value: Any) -> float | None:
+    """Return a number that sums and charts have room for; None for anything else, whatever a damaged file says."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        return None
+    return float(value)

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from zagora_jax.reporting.cards import GIB, USUAL_THROTTLES
 from zagora_jax.reporting.charts import Curve, bar_chart, grid_chart, line_chart
 from zagora_jax.reporting.dashboard import duration
-from zagora_jax.reporting.history import History
+from zagora_jax.reporting.history import History, finite
 from zagora_jax.reporting.run_view import RunView, Snapshot, read_object
 from zagora_jax.reporting.terminal import visible
 
@@ -110,7 +110,7 @@ def _curves(view: RunView) -> Charts:
 
 def _with_ends(points: list[tuple[float, float, float, float]], view: RunView) -> Any:
     """Add the losses before the first step and after the last, which stand in report.json."""
-    before, after = (_finite(view.report.get(name)) for name in ("loss_before", "loss_after"))
+    before, after = (finite(view.report.get(name)) for name in ("loss_before", "loss_after"))
     start = [] if before is None else [(0.0, before, before, before)]
     return start + points + ([] if after is None else [(float(view.history.step), after, after, after)])
 
@@ -194,7 +194,7 @@ def _numbers(now: Snapshot, report: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = (
         ("steps", f"{now.step:,}{total}"),
         ("training loss", _written(now.loss, ".4f")),
-        ("held-out loss before", _written(_finite(report.get("loss_before")), ".4f")),
+        ("held-out loss before", _written(finite(report.get("loss_before")), ".4f")),
         ("held-out loss, newest", _written(now.eval_loss, ".4f")),
         ("tokens a second", _written(now.tokens_per_second, ",.0f")),
         ("peak memory in GiB", _written(now.peak_memory_gib, ".2f")),
@@ -213,8 +213,8 @@ def _tables(report: Mapping[str, Any], layout: Mapping[str, Any]) -> list[tuple[
     cards = {
         f"card {card.get('index')}": ", ".join(
             [f"{card.get('name')}"]
-            + [f"{size:.2f} GiB" for size in (_finite(card.get("memory_gib")),) if size is not None]
-            + [f"{watts:.0f} W at most" for watts in (_finite(card.get("watts_limit")),) if watts is not None]
+            + [f"{size:.2f} GiB" for size in (finite(card.get("memory_gib")),) if size is not None]
+            + [f"{watts:.0f} W at most" for watts in (finite(card.get("watts_limit")),) if watts is not None]
         )
         for card in (found if isinstance(found, list) else ())
         if isinstance(card, dict)
@@ -240,15 +240,8 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _numbers_of(value: Any) -> dict[str, float]:
-    return {name: number for name, found in _object(value).items() if (number := _finite(found)) is not None}
+    return {name: number for name, found in _object(value).items() if (number := finite(found)) is not None}
 
 
 def _sizes(value: Any) -> dict[str, dict[str, float]]:
     return {name: _numbers_of(of) for name, of in _object(value).items() if isinstance(of, dict)}
-
-
-def _finite(value: Any) -> float | None:
-    """Return a number that can be drawn."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return float(value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from zagora_jax.reporting.history import History
+from zagora_jax.reporting.history import History, finite
 
 RECENT_STEPS = 50  # of which speeds are taken
 SPEED_STEPS = 10
@@ -78,16 +78,16 @@ class RunView:
 
     def _snapshot(self) -> Snapshot:
         history, total = self.history, self.report.get("total_steps")
-        total = total if isinstance(total, int) and not isinstance(total, bool) else None
+        total = total if type(total) is int and 0 <= total < 2**63 else None
         steps = history["seconds"].recent(SPEED_STEPS)
         speeds = history["tokens_per_second"].recent(SPEED_STEPS)
         pace = history["seconds"].recent(RECENT_STEPS)
         state = self._state(total)
         eta = None
         if total is not None and pace and state == "running":
-            eta = max(0, total - history.step) * sum(pace) / len(pace)
-        loss_after = self.report.get("loss_after")
-        eval_loss = float(loss_after) if isinstance(loss_after, int | float) else history["eval_loss"].last
+            eta = finite(max(0, total - history.step) * sum(pace) / len(pace))
+        loss_after = finite(self.report.get("loss_after"))
+        eval_loss = history["eval_loss"].last if loss_after is None else loss_after
         return Snapshot(
             str(self.path),
             state,

@@ -87,4 +87,6 @@ def _row(cell: str, texts: Iterable[str]) -> str:
 def _written(value: Any) -> str:
     if value is None:
         return ""
+    if not isinstance(value, int | float):
+        return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

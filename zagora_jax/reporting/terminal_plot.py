@@ -18,14 +18,14 @@ def braille_curve(points: Sequence[tuple[float, float]], width: int, height: int
     if not points:
         return []
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    low, high = min(ys), max(ys)
+    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
     labels = [f"{high:.4g}"] + [""] * (height - 2) + [f"{low:.4g}"] if height > 1 else [f"{high:.4g}"]
     margin = max(map(len, labels)) + 1
     columns, rows = max(2 * (width - margin), 2), 4 * height
     cells = [[0] * (columns // 2) for _ in range(height)]
 
     def column(x: float) -> int:
-        return round((x - xs[0]) / ((xs[-1] - xs[0]) or 1.0) * (columns - 1))
+        return round((x - left) / ((right - left) or 1.0) * (columns - 1))
 
     def row(y: float) -> int:
         return round((high - y) / ((high - low) or 1.0) * (rows - 1))

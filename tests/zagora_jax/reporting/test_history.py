@@ -72,7 +72,8 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
         b'{"step": 4, "loss": {}, "cards": [1, {}, {"card": "x"}]}\n' + b"[" * 100_000 + b"\n"
     )
     history = History(path).refresh()
-    assert (history.step, history.unreadable, list(history["loss"].values)) == (4, 7, [3.0, math.inf])
+    assert (history.step, history.unreadable) == (4, 7)
+    assert list(map(str, history["loss"].values)) == ["3.0", "nan"]
 
 
 def test_what_was_not_finite_is_a_gap(tmp_path):
