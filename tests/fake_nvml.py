@@ -23,6 +23,7 @@ class FakeCard:
     sent_kib_s: int | None = 500_000
     reasons: int | None = 0
     lost: bool = False
+    gone: bool = False  # from the beginning
 
 
 @dataclass
@@ -48,6 +49,8 @@ class FakeNvml:
         return len(self.cards)
 
     def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        if self.cards[index].gone:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return self.cards[index]
 
     def nvmlDeviceGetName(self, card):  # noqa: N802

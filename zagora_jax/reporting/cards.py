@@ -95,21 +95,26 @@ class Cards:
         self._nvml = nvml
         try:
             nvml.nvmlInit()
-            found = range(nvml.nvmlDeviceGetCount())
-            handles = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in found}
-            kept = found if all_cards else self._visible(handles)
-            self._handles = {index: handles[index] for index in kept}
-            self.cards = tuple(self._describe(index, handle) for index, handle in self._handles.items())
+            count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError as error:
             raise NoCardsError(f"no NVIDIA driver answers ({error})") from error
+        handles = {index: self._open(index) for index in range(count)}
+        kept = list(handles) if all_cards else self._visible(handles)
+        self._handles = {index: handles[index] for index in kept}
+        self.cards = tuple(self._describe(index, handle) for index, handle in self._handles.items())
         if not self.cards:
-            raise NoCardsError(
-                "the NVIDIA driver sees no card" if not handles else "CUDA_VISIBLE_DEVICES hides all cards"
-            )
+            raise NoCardsError("CUDA_VISIBLE_DEVICES hides all cards" if count else "the NVIDIA driver sees no card")
 
     def read(self) -> list[CardReading]:
         """Read every card; PCIe traffic alone takes 40 ms a card, over which the driver counts it."""
         return [self._read(index, handle) for index, handle in self._handles.items()]
+
+    def _open(self, index: int) -> Any:
+        """Return the driver's handle of a card, or what it says of one that it has lost."""
+        try:
+            return self._nvml.nvmlDeviceGetHandleByIndex(index)
+        except self._nvml.NVMLError as error:
+            return error
 
     def _visible(self, handles: dict[int, Any]) -> list[int]:
         """Return the indices of the cards that CUDA shows this process.
@@ -121,10 +126,10 @@ class Cards:
             return list(handles)
         names = [name.strip() for name in given.split(",") if name.strip()]
         if all(name.isdecimal() for name in names):
-            alike = len({self._nvml.nvmlDeviceGetName(handle) for handle in handles.values()}) < 2
+            alike = len({self._ask(self._nvml.nvmlDeviceGetName, handle) for handle in handles.values()}) < 2
             in_order = alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
             return [index for index in handles if not in_order or str(index) in names] if names else []
-        identities = {index: self._nvml.nvmlDeviceGetUUID(handle) for index, handle in handles.items()}
+        identities = {index: str(self._ask(self._nvml.nvmlDeviceGetUUID, handle)) for index, handle in handles.items()}
         chosen = [index for index, uuid in identities.items() if any(uuid.startswith(name) for name in names)]
         return chosen or list(handles)  # parts of cards (MIG) have names of their own
 
@@ -144,6 +149,8 @@ class Cards:
     def _read(self, index: int, handle: Any) -> CardReading:
         nvml, ask = self._nvml, self._ask
         try:
+            if isinstance(handle, nvml.NVMLError):
+                raise handle
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         except nvml.NVMLError as error:
             if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:  # as of a card that shares the host's memory
@@ -168,9 +175,9 @@ class Cards:
         )
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the driver's answer, None where it has none: few cards tell everything."""
+        """Return the driver's answer, None where it has none: few cards tell everything, and a lost one nothing."""
         try:
-            return question(*arguments)
+            return None if isinstance(arguments[0], self._nvml.NVMLError) else question(*arguments)
         except self._nvml.NVMLError:
             return None
 

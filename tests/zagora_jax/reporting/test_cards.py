@@ -55,9 +55,16 @@ def test_reasons_of_throttling_have_names(old_driver):
     assert [reading.throttled_by for reading in Cards(nvml).read()] == [("power limit", "temperature (driver)"), ()]
 
 
-def test_a_card_that_is_lost_does_not_hide_the_others():
-    lost, fine = Cards(FakeNvml([FakeCard(lost=True), FakeCard()])).read()
+@pytest.mark.parametrize("since", ["lost", "gone"])
+def test_a_card_that_is_lost_does_not_hide_the_others(since):
+    lost, fine = Cards(FakeNvml([FakeCard(**{since: True}), FakeCard()])).read()
     assert (lost.to_json(), fine.memory_gib) == ({"card": 0, "error": "GPU is lost"}, 20.0)
+
+
+def test_where_a_lost_card_may_be_the_one_that_is_named_all_are_read(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0")
+    cards = Cards(FakeNvml([FakeCard(gone=True), FakeCard(uuid="GPU-1")])).cards
+    assert [(card.index, card.name) for card in cards] == [(0, "unnamed card"), (1, "NVIDIA GeForce RTX 4090")]
 
 
 @pytest.mark.parametrize(
