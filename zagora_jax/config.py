@@ -337,6 +337,7 @@ class TrainConfig(CommandConfig):
                 and [f"{name}={absolute(source)}" for name, source in map(_named_source, self.eval_sets)],
                 "quantized_cache": _absolute(self.quantized_cache),
                 "adapter": self.adapter and self.adapter.absolute(),
+                "sites": self.sites.model_copy(update={"folder": self.sites.absolute_folder}),
                 "output": self.output.absolute(),
                 "resume": _absolute(self.resume),
             }

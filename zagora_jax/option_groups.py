@@ -371,6 +371,13 @@ class SitesConfig(Options):
         return self
 
     @property
+    def absolute_folder(self) -> str | None:
+        """The folder, named so that it means the same in any working directory."""
+        if self.folder is None or "://" in self.folder:
+            return self.folder
+        return os.path.abspath(os.path.expanduser(self.folder))
+
+    @property
     def part(self) -> tuple[int, int]:
         """Which part of how many `share` says, from 0."""
         part, parts = map(int, (self.share or "1/1").split("/"))

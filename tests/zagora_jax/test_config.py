@@ -142,6 +142,9 @@ def test_what_sites_cannot_do_is_refused(sites, others, message):
     right = train_config(sites={"folder": "s3://bucket/run", "name": "home-1", "share": "2/4"})
     assert right.sites.part == (1, 4)
     assert train_config().sites.part == (0, 1)
+    assert right.with_absolute_paths().sites.folder == "s3://bucket/run"
+    local = train_config(sites={"folder": "shared", "name": "home"})
+    assert local.with_absolute_paths().sites.folder == str(Path("shared").absolute())
 
 
 def test_right_neighbours_of_the_wrong_options():

@@ -14,6 +14,7 @@ all; each computes the next global adapter from it by itself, and finds its dige
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -128,6 +129,8 @@ class Rounds:
         self._wait, self._scratch, self._say = wait, scratch, say
         self._poll = min(max(wait / 100, 0.02), 5.0)
         self._arrived: dict[str, _Arrived] = {}
+        # Bytes of an update at most: uncompressed, and its header.
+        self._largest = sum(4 * math.prod(shape) + 1000 for shape in shapes.values()) + 10_000
         self._counted: tuple[int, frozenset[str]] = (0, frozenset())  # a round, and whose updates count in it
         self._lost_since: float | None = None
 
@@ -145,13 +148,18 @@ class Rounds:
             own_start: what this site would begin with, if all others do too; None: they began with something else.
 
         Raises:
-            UserError: the folder has no global adapter to begin with.
+            UserError: the folder has no global adapter to begin with, or rounds are missing.
         """
-        state = self._snapshot(0 if own_start is None else 1) or own_start
-        if state is None:
-            raise UserError(f"{self.folder.url}/globals: no global adapter to begin with; begin with an empty folder")
+        deadline = time.monotonic() + self._wait
+        while (
+            state := self._snapshot(0 if own_start is None else 1) or own_start
+        ) is None:  # the first site is about to
+            if time.monotonic() >= deadline:
+                raise UserError(f"{self.folder.url}/globals: no global adapter to begin with; take an empty folder")
+            time.sleep(self._poll)
         while (closing := self._closing(state.round + 1)) is not None:
             state = self._apply(state, closing)
+        self._require_no_gap(state)
         return state
 
     def newest_closed(self) -> int:
@@ -206,7 +214,7 @@ class Rounds:
                 if posted != state.round + 1:
                     posted, deadline = state.round + 1, time.monotonic() + self._wait
                     if posted > skip:
-                        self._post(posted, update)
+                        self._post(state, update)
                 is_late = time.monotonic() >= deadline
                 if not self._close_if(state, is_late):
                     stop.wait(self._poll)
@@ -216,12 +224,23 @@ class Rounds:
                 stop.wait(self._poll)
         raise StoppedError
 
-    def _post(self, round_number: int, update: Update) -> None:
+    def _post(self, state: Global, update: Update) -> None:
         """Publish an update, which never changes then: others may have read it."""
+        self._require_no_gap(state)
+        round_number = state.round + 1
         if not self.has_posted(round_number):
             content = update_file(update, site=self._site, round_number=round_number)
             self.folder.write(name := _update_name(round_number, self._site), content)
             self._arrived[name] = _Arrived(len(content), sha256(content).hexdigest(), update)
+
+    def _require_no_gap(self, state: Global) -> None:
+        """Refuse to open a round anew that was closed, and removed with what it led to."""
+        newest = self.newest_closed()
+        if newest > state.round and self._closing(state.round + 1) is None:
+            raise UserError(
+                f"{self.folder.url}: round {newest} is closed, but round {state.round + 1} is not there, and nothing "
+                "intact in globals/ leads beyond it: put the files back, or take an empty folder"
+            )
 
     def _close_if(self, state: Global, is_late: bool) -> bool:
         """Try to close the round after `state`, where all is there or the time is up; tells whether that was tried."""
@@ -257,6 +276,9 @@ class Rounds:
         name = _update_name(number, site)
         known = self._arrived.get(name)
         if known is not None and size in (known.size, None) and (known.update is not None or not again):
+            return
+        if size is not None and size > self._largest:
+            self._arrived[name] = _Arrived(size, problem=f"{name}: {size:,} bytes, where {self._largest:,} would do")
             return
         local = self._scratch / f"{number}.{site}{_UPDATE}"
         try:

@@ -110,10 +110,10 @@ class Site:
 
     def _join(self, own: Vectors) -> tuple[Rounds, str]:
         options = self._options
-        assert options.folder is not None
+        assert options.absolute_folder is not None
         assert options.name is not None
         with watched(f"opening {options.folder}", slow=True, advice="Does the storage answer?"):
-            folder = Folder(options.folder)
+            folder = Folder(options.absolute_folder)
             folder.require_exclusive_creation(f"probe.{options.name}")
             start = agree(folder, facts_of(self._config, self._base, own), digest(own))
             claim_name(folder, options.name, self._config.output)

@@ -88,7 +88,7 @@ def test_a_site_that_dies_is_waited_for_once(join):
 def test_the_one_who_would_have_closed_the_round_may_die(join):
     """Its update is there, and counts; any other site closes."""
     dead, other = join("dead"), join("other")
-    dead._post(1, update(1))
+    dead._post(begin(), update(1))
     found = send(other, begin(), 2)()
     assert found.counted == ("dead", "other")
     assert found.state.digest() == mean_of(begin(), 1, 2).digest()
@@ -104,7 +104,7 @@ def test_two_who_close_a_round_at_once_agree(join, monkeypatch):
         if name.endswith("closed.json"):
             closings.append(json.loads(content)["counted"].keys())
             if len(closings) == 1:
-                late._post(1, update(2))
+                late._post(begin(), update(2))
                 assert late._close_if(begin(), is_late=True)
         return create(folder, name, content)
 
@@ -208,7 +208,7 @@ def test_a_site_that_goes_on_waits_for_those_who_counted_before(join, url, tmp_p
 
 def test_an_earlier_runs_update_of_the_same_name_is_not_taken_for_this_ones(join, url, tmp_path):
     one, two = join("one"), join("two")
-    one._post(1, update(9))  # and is killed before anything is saved
+    one._post(begin(), update(9))  # and is killed before anything is saved
     again, _ = site(url, "one", tmp_path / "scratch")
     results = together(
         send(again, begin(), 1, skip=1),
@@ -302,3 +302,32 @@ def test_a_folder_that_cannot_be_reached_is_tried_again_and_named(join, monkeypa
     monkeypatch.setattr(one.folder, "read", lambda name: (_ for _ in ()).throw(OSError(5, "down", name)))
     with pytest.raises(UserError, match=r"for 1 s: .*down.*--resume"):
         send(one, begin(), 1)()
+
+
+def test_rounds_that_were_removed_are_not_opened_again(join, url, tmp_path):
+    one = join("one")
+    state = send(one, begin(), 1)().state
+    send(one, state, 2)()
+    one.folder.remove("rounds/000001")
+    other, _ = site(url, "other", tmp_path / "scratch")
+    for attempt in (lambda: other.newest(begin()), send(other, begin(), 3)):
+        with pytest.raises(UserError, match="round 2 is closed, but round 1 is not there"):
+            attempt()
+
+
+def test_a_joiner_waits_for_what_the_first_site_is_about_to_publish(join, url, tmp_path):
+    first = join("first")
+    other, _ = site(url, "other", tmp_path / "scratch")
+    threading.Timer(0.3, lambda: first.begin(vectors(0), True)).start()
+    assert other.newest(None).digest() == begin().digest()
+    never, _ = site(str(tmp_path / "empty"), "never", tmp_path / "scratch", wait=0.1)
+    with pytest.raises(UserError, match="no global adapter to begin with"):
+        never.newest(None)
+
+
+def test_a_file_that_is_far_too_large_is_not_even_read(join):
+    one, two = join("one", wait=SHORT), join("two")
+    two.folder.write("rounds/000001/two.safetensors", bytes(100_000))
+    assert send(one, begin(), 1)().counted == ("one",)
+    assert "100,000 bytes, where" in one.said[0]
+    assert one.folder.received < 10_000

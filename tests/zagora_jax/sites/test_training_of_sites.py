@@ -1,6 +1,7 @@
 """Runs of the trainer as sites: in threads, killed and resumed, and as processes that die and join."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -104,29 +105,36 @@ def test_two_sites_end_with_one_adapter(world, tmp_path):
 
 # A run whose steps take so long that one can be killed amid them, and another one join.
 SLOW_RUN = """
-import sys, time, json
-from pathlib import Path
+import sys, time
 sys.path[:0] = {tests!r}
 from runs import recorder
 from zagora_jax.callbacks import Callback
-from zagora_jax.config import TrainConfig
+from zagora_jax.run_directory import RunDirectory
 from zagora_jax.trainer import train
 
 class Slow(Callback):
     def on_step(self, event):
         time.sleep({seconds})
 
-train(TrainConfig.model_validate_json(sys.argv[1], strict=False), recorder()[0], [Slow()])
+train(RunDirectory(sys.argv[1]).read_config(), recorder()[0], [Slow()])
 """
 
 
-def start(config, seconds):
+def start(config, seconds, compiled):
     script = SLOW_RUN.format(tests=[str(Path(__file__).parents[2])], seconds=seconds)
-    return subprocess.Popen([sys.executable, "-c", script, config.model_dump_json()])
+    options = RunDirectory(config.output.with_suffix(".options"))
+    options.create()
+    options.write_config(config)
+    caching = {
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen([sys.executable, "-c", script, str(options.path)], env=os.environ | caching)
 
 
 def until(condition):
-    for _ in range(1200):
+    for _ in range(6000):
         if condition():
             return
         time.sleep(0.1)
@@ -140,12 +148,12 @@ def test_of_four_sites_one_is_killed_and_one_joins_late_and_the_rest_finish(worl
     options = {"max_steps": 20, "sites": {"wait": 15.0}}
     runs = {name: configure(world, tmp_path / name, folder, **options) for name in names}
     runs["late"] = configure(world, tmp_path / "late", folder, **{**options, "max_steps": 8})
-    processes = {name: start(runs[name], 0.5) for name in names[:3]}
+    processes = {name: start(runs[name], 0.5, world / "compiled") for name in names[:3]}
     try:
         until((folder / "rounds" / "000002" / "closed.json").exists)
         processes["three"].send_signal(signal.SIGKILL)
-        processes["late"] = start(runs["late"], 0.5)
-        assert {name: process.wait(300) for name, process in processes.items()} == {
+        processes["late"] = start(runs["late"], 0.5, world / "compiled")
+        assert {name: process.wait(600) for name, process in processes.items()} == {
             "one": 0,
             "two": 0,
             "three": -signal.SIGKILL,
