@@ -2,7 +2,7 @@
 
     agreement.json                       what all sites have in common, by the first one
     sites/NAME                           which run has this name
-    globals/000000.safetensors           the global adapter and its velocity: at first, and after every 32nd round
+    globals/000000.safetensors           the global adapter (and its velocity): at first, and after every 32nd round
     rounds/000007/NAME.safetensors       a site's update for a round
     rounds/000007/NAME.joins, .leaves    from this round on, others wait for the site, or no more
     rounds/000007/closed.json            which updates count, by their SHA-256: written once, by one site

@@ -20,7 +20,7 @@ from sharding.compression import Compression, decode, encode, message_bytes
 from zagora_jax.checkpoints.safetensors_file import read_header, read_metadata, read_tensor
 from zagora_jax.checkpoints.safetensors_writer import write_safetensors
 from zagora_jax.errors import UserError
-from zagora_jax.sites.outer import Global, Vectors, digest, minus, prefixed, without_prefix
+from zagora_jax.sites.outer import Global, Vectors, digest, minus, prefixed, without_prefix, zeros
 
 FORMAT = "zagora-jax sites 1"
 
@@ -89,8 +89,10 @@ def update_file(update: Update, *, site: str, round_number: int) -> bytes:
 
 
 def global_file(state: Global) -> bytes:
-    """Return the content of a global adapter's file."""
-    arrays = {**prefixed("adapter", state.adapter), **prefixed("velocity", state.velocity)}
+    """Return the content of a global adapter's file; before the first round the velocity is zero, and left out."""
+    arrays = prefixed("adapter", state.adapter)
+    if state.round:
+        arrays |= prefixed("velocity", state.velocity)
     return _file(arrays, {"kind": "global", "round": str(state.round)})
 
 
@@ -121,10 +123,12 @@ def read_global(path: Path, name: str, shapes: Shapes, round_number: int) -> Glo
     """Read a global adapter, checked, as `read_update`."""
     facts = _facts(path, name, {"kind": "global", "round": str(round_number)})
     of_each = {parameter: (tuple(shape), np.dtype(np.float32)) for parameter, shape in shapes.items()}
-    specs = {f"{part}.{key}": value for part in ("adapter", "velocity") for key, value in of_each.items()}
+    parts = ("adapter", "velocity") if round_number else ("adapter",)
+    specs = {f"{part}.{key}": value for part in parts for key, value in of_each.items()}
     arrays = _arrays(path, name, specs, facts)
     _require_finite(arrays, name)
-    return Global(round_number, without_prefix("adapter", arrays), without_prefix("velocity", arrays))
+    adapter = without_prefix("adapter", arrays)
+    return Global(round_number, adapter, without_prefix("velocity", arrays) or zeros(adapter))
 
 
 def _require_finite(arrays: Vectors, name: str) -> None:
