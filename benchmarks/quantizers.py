@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from models.cross_entropy import cross_entropy_sum
-from models.llama import linear_modules
+from models.modules import linear_modules
 from models.parameters import by_path, split
 from models.quantization import bits_per_parameter, dequantize, is_quantized
 from zagora_jax.base import BaseModel, open_base

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from zagora_jax.command_line import places_of
-from zagora_jax.config import COMMANDS
+from zagora_jax.commands import COMMANDS
 from zagora_jax.option_groups import CommandConfig
 from zagora_jax.options import options_of
 
 OPTIONS_PAGE = Path(__file__).with_name("options.md")
 
 INTRODUCTION = """\
-<!-- Written by docs/generate_options.py from zagora_jax/config.py and zagora_jax/option_groups.py; change those. -->
+<!-- Written by docs/generate_options.py from zagora_jax/config.py, commands.py and option_groups.py; change those. -->
 # Options
 
 `train`, `check` and `preview` read their options from a YAML file, from the command line, or from both:

@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from zagora_jax.command_line import parse
-from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.commands import ExportConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.exporter import export
 from zagora_jax.generation import Sampling, open_generator

@@ -24,7 +24,8 @@ from rich.console import Console
 from zagora_jax.callbacks import Callback
 from zagora_jax.checkpoints.background import BackgroundWriter
 from zagora_jax.checkpoints.source import open_checkpoint
-from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.commands import ExportConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.reporting.progress import Reporter

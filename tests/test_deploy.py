@@ -112,7 +112,7 @@ def test_the_dockerfile_copies_and_installs_what_there_is():
 @pytest.mark.parametrize("page", [*DEPLOY.glob("*.md"), ROOT / "docs" / "many_machines.md"], ids=lambda page: page.name)
 def test_commands_on_the_pages_take_their_options(page):
     """Every option of train and configure that a page names is one."""
-    from zagora_jax.config import ConfigureConfig
+    from zagora_jax.commands import ConfigureConfig
     from zagora_jax.options import options_of
 
     flags = {option.flag for kind in (TrainConfig, ConfigureConfig) for option in options_of(kind).values()}

@@ -77,7 +77,7 @@ def test_a_token_is_not_in_the_message_of_a_hub_that_cannot_be_reached(tmp_path)
 def test_files_are_not_writable_for_everybody(tmp_path):
     """Even where the umask would have them so."""
     program = (
-        "import sys\nfrom zagora_jax.command_line import run_command\nfrom zagora_jax.config import GenerateConfig\n"
+        "import sys\nfrom zagora_jax.command_line import run_command\nfrom zagora_jax.commands import GenerateConfig\n"
         "from zagora_jax.checkpoints.atomic import write_bytes\nfrom pathlib import Path\n"
         f"path = Path({str(tmp_path / 'file')!r})\n"
         "sys.argv = ['generate', 'model', '--prompt', 'Hi']\n"

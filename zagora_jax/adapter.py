@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 from pydantic import ValidationError
 
-from models.llama import HEAD, Llama, linear_modules, table_modules
+from models.llama import Llama
 from models.lora import MAGNITUDE
+from models.modules import HEAD, linear_modules, table_modules
 from models.parameters import Adapter, by_path
 from zagora_jax.checkpoints.peft import AdapterConfig, read_adapter, write_adapter
 from zagora_jax.config import TrainConfig

@@ -14,8 +14,9 @@ import numpy as np
 from flax import nnx
 
 from models.config import ModelConfig
-from models.llama import HEAD, Llama, linear_modules, norm_modules, table_modules
+from models.llama import Llama
 from models.lora import LayerRanks, LoRAConfig
+from models.modules import HEAD, linear_modules, norm_modules, table_modules
 from models.parameters import Path
 from models.targets import lora_targets, value_of_module
 from zagora_jax.checkpoints.checkpoint import Checkpoint

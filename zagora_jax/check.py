@@ -4,7 +4,7 @@ import json
 import sys
 
 from zagora_jax.command_line import run_command
-from zagora_jax.config import CheckConfig
+from zagora_jax.commands import CheckConfig
 
 FAILED = 2
 

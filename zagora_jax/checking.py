@@ -15,7 +15,8 @@ from models.attention import choose_kernel
 from models.parameters import split
 from zagora_jax.adapter import adapted_modules, open_adapter, with_adapters_options
 from zagora_jax.base import BaseModel, open_base
-from zagora_jax.config import CheckConfig, TrainConfig
+from zagora_jax.commands import CheckConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batches
 from zagora_jax.data.chat import has_generation_marks
 from zagora_jax.data.masks import end_of_turn

@@ -4,7 +4,7 @@ import json
 import sys
 
 from zagora_jax.command_line import run_command
-from zagora_jax.config import ConfigureConfig
+from zagora_jax.commands import ConfigureConfig
 
 DOES_NOT_FIT = 1
 WIDTH = 120  # characters, where the output is no terminal

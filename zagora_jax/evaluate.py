@@ -3,7 +3,7 @@
 import sys
 
 from zagora_jax.command_line import run_command
-from zagora_jax.config import EvaluateConfig
+from zagora_jax.commands import EvaluateConfig
 
 
 def main(config: EvaluateConfig) -> None:

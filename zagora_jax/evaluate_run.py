@@ -4,7 +4,8 @@ from jax.sharding import Mesh
 
 from sharding.mesh import rows_divisor
 from zagora_jax.arrange import arrange
-from zagora_jax.config import EvaluateConfig, TrainConfig
+from zagora_jax.commands import EvaluateConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.devices import choose_mesh
 from zagora_jax.errors import UserError
 from zagora_jax.evaluation import Evaluation

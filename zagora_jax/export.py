@@ -3,7 +3,7 @@
 import sys
 
 from zagora_jax.command_line import run_command
-from zagora_jax.config import ExportConfig
+from zagora_jax.commands import ExportConfig
 
 
 def main(config: ExportConfig) -> None:

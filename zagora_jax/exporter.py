@@ -18,7 +18,8 @@ from zagora_jax.checkpoints.merge import Merge
 from zagora_jax.checkpoints.merge_checks import MergeReport, Update
 from zagora_jax.checkpoints.peft import AdapterConfig, begins_as_zero, read_adapter, write_adapter
 from zagora_jax.checkpoints.synthetic import PREFIX
-from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.commands import ExportConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import load_config
 from zagora_jax.end_tokens import CONFIGS, corrected
 from zagora_jax.errors import UserError

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from models.llama import Llama, linear_modules
+from models.llama import Llama
+from models.modules import linear_modules
 from models.parameters import Path
 from models.quantization import dequantize, quantize
 from zagora_jax.adapter import PEFT_PREFIX

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from zagora_jax.command_line import run_command
-from zagora_jax.config import GenerateConfig, quantized_folder
+from zagora_jax.commands import GenerateConfig
+from zagora_jax.config import quantized_folder
 from zagora_jax.errors import UserError
 from zagora_jax.reporting.terminal import visible
 

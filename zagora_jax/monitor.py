@@ -5,7 +5,7 @@ import sys
 import time
 
 from zagora_jax.command_line import run_command
-from zagora_jax.config import MonitorConfig
+from zagora_jax.commands import MonitorConfig
 from zagora_jax.interruption import Interrupted
 
 

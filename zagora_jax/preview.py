@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zagora_jax.command_line import run_command
-from zagora_jax.config import PreviewConfig
+from zagora_jax.commands import PreviewConfig
 from zagora_jax.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama import Llama, linear_modules
+from models.llama import Llama
+from models.modules import linear_modules
 from models.parameters import Path
 from models.quantization import dequantize
 from zagora_jax.checkpoints.load import Destination

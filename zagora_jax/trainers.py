@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from zagora_jax.callbacks import Callback
-from zagora_jax.config import EvaluateConfig, ExportConfig, TrainConfig
+from zagora_jax.commands import EvaluateConfig, ExportConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.data.in_memory import Dataset, sources_of, texts_of
 from zagora_jax.errors import UserError
 from zagora_jax.evaluate_run import evaluate_run

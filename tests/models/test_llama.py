@@ -10,9 +10,11 @@ from flax import nnx
 
 from models.cache import KVCache
 from models.config import ModelConfig
+from models.decoder_layer import RMSNorm
 from models.layer_kinds import LayerKinds
-from models.llama import Ends, Llama, RMSNorm, linear_modules
+from models.llama import Ends, Llama
 from models.lora import LoRAConfig
+from models.modules import linear_modules
 from models.parameters import by_path, split
 from models.remat import OFFLOADABLE, REMATS
 

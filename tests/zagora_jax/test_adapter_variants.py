@@ -155,7 +155,8 @@ def test_magnitudes_begin_as_the_lengths_of_the_weights_rows(model, quantization
 @pytest.mark.parametrize("variant", ["dora", "ranks and alphas by pattern", "modules that differ between layers"])
 def test_a_merged_export_is_the_adapted_model(tmp_path, model, variant):
     from zagora_jax.checkpoints.source import open_checkpoint
-    from zagora_jax.config import ExportConfig, TrainConfig
+    from zagora_jax.commands import ExportConfig
+    from zagora_jax.config import TrainConfig
     from zagora_jax.config_file import save_config
     from zagora_jax.exporter import export
 

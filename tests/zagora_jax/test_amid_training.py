@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from zagora_jax import trainer
 from zagora_jax.callbacks import Callback, Sample, Sampled
 from zagora_jax.checkpoints.run_state import SavedStates
-from zagora_jax.config import EvaluateConfig, TrainConfig
+from zagora_jax.commands import EvaluateConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.distribution import Distribution, SpreadStep
 from zagora_jax.evaluate_run import evaluate_run
 from zagora_jax.evaluation import Evaluation

@@ -10,7 +10,7 @@ from runs import write_pairs, write_rows
 from zagora_jax import checking
 from zagora_jax.checking import check
 from zagora_jax.command_line import parse
-from zagora_jax.config import CheckConfig
+from zagora_jax.commands import CheckConfig
 from zagora_jax.errors import UserError
 
 

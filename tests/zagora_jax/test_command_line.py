@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from zagora_jax.command_line import help_text, parse, run_command
-from zagora_jax.config import COMMANDS, ExportConfig, GenerateConfig, TrainConfig
+from zagora_jax.commands import COMMANDS, ExportConfig, GenerateConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.options import options_of
 

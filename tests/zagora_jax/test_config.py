@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from zagora_jax.config import COMMANDS, CheckConfig, ExportConfig, GenerateConfig, PreviewConfig, TrainConfig
+from zagora_jax.commands import COMMANDS, CheckConfig, ExportConfig, GenerateConfig, PreviewConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.options import options_of
 

@@ -16,8 +16,8 @@ import pytest
 from absent_gpus import needs_cudnn, needs_plugin
 from jax import lax
 
+import models.decoder_layer
 import models.linear
-import models.llama
 import models.remat
 import zagora_jax.distribution
 import zagora_jax.step
@@ -98,7 +98,7 @@ def broken() -> Program:
         patch.setattr(models.linear, "frozen_matmul", matmul_that_keeps_its_weight)
         patch.setattr(models.linear, "tuned_matmul", tuned_matmul_that_keeps_its_weight)
         patch.setattr(models.remat, "_checkpoint", lambda function, policy: function)
-        patch.setattr(models.llama.MLP, "__call__", mlp_of_gathered_activations)
+        patch.setattr(models.decoder_layer.MLP, "__call__", mlp_of_gathered_activations)
         patch.setattr(
             zagora_jax.step, "cross_entropy_sum", functools.partial(cross_entropy_sum, chunk_tokens=2 * TOKENS)
         )
@@ -116,7 +116,7 @@ def broken_tensor() -> Program:
     """The same step, but weights come from all devices, the head too, and each projection has a gradient to sum."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zagora_jax.distribution, "gather", gather_from_all)
-        patch.setattr(models.llama.SelfAttention, "_project", project_one_by_one)
+        patch.setattr(models.decoder_layer.SelfAttention, "_project", project_one_by_one)
         patch.setattr(zagora_jax.step, "cross_entropy_sum", cross_entropy_of_a_gathered_head)
         return Program("--mesh.fsdp", "2", "--mesh.tensor", "2")
 
@@ -167,7 +167,7 @@ def tuned_matmul_that_keeps_its_weight(x, weight, b, a, fetch):
     return jnp.einsum("...i,oi->...o", x, models.linear.dequantize(fetch(weight), x.dtype) + b @ a)
 
 
-_mlp = models.llama.MLP.__call__
+_mlp = models.decoder_layer.MLP.__call__
 
 
 def mlp_of_gathered_activations(self, x, context):

@@ -7,7 +7,7 @@ from runs import finished_run, recorder, tiny_config, write_rows
 
 from zagora_jax import evaluate as command
 from zagora_jax.base import open_base
-from zagora_jax.config import EvaluateConfig
+from zagora_jax.commands import EvaluateConfig
 from zagora_jax.data.batches import Batch
 from zagora_jax.data.prepare import evaluation_batches
 from zagora_jax.errors import UserError

@@ -18,7 +18,8 @@ from oracles import PROJECTIONS, STORAGE, random_adapter, tiny_llama, transforme
 from zagora_jax import exporter
 from zagora_jax.checkpoints.run_state import StateWriter
 from zagora_jax.checkpoints.source import open_checkpoint
-from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.commands import ExportConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import save_config
 from zagora_jax.errors import UserError
 from zagora_jax.exporter import export

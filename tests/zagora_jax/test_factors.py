@@ -15,7 +15,8 @@ from zagora_jax.adapter import peft_config, peft_shapes, peft_tensors
 from zagora_jax.base import open_base
 from zagora_jax.checkpoints.peft import read_adapter, write_adapter
 from zagora_jax.checkpoints.safetensors_file import read_header, read_tensor
-from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.commands import ExportConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import save_config
 from zagora_jax.errors import UserError
 from zagora_jax.exporter import export

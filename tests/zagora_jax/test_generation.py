@@ -5,7 +5,8 @@ from oracles import load_peft, tiny_llama, tiny_tokenizer
 from runs import finished_run, tiny_config
 
 from zagora_jax import generate, generation
-from zagora_jax.config import GenerateConfig, TrainConfig
+from zagora_jax.commands import GenerateConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.generation import Generator, Sampling, open_generator
 from zagora_jax.run_directory import RunDirectory

@@ -18,7 +18,7 @@ from run_directories import make_run
 
 from zagora_jax import monitor
 from zagora_jax.command_line import parse
-from zagora_jax.config import MonitorConfig
+from zagora_jax.commands import MonitorConfig
 from zagora_jax.errors import UserError
 from zagora_jax.reporting.cards import Cards
 from zagora_jax.reporting.dashboard import Monitor, duration

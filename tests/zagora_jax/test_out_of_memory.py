@@ -10,7 +10,7 @@ import pytest
 
 from zagora_jax import out_of_memory as module
 from zagora_jax.command_line import run_command
-from zagora_jax.config import GenerateConfig
+from zagora_jax.commands import GenerateConfig
 from zagora_jax.devices import TAKES_LESS
 from zagora_jax.out_of_memory import out_of_memory
 from zagora_jax.reporting.cards import Card, CardReading

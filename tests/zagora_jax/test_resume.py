@@ -12,7 +12,8 @@ from runs import Child, numbers, recorder, remains, tiny_config, write_rows
 
 from zagora_jax.checkpoints.peft import read_adapter
 from zagora_jax.checkpoints.run_state import SavedStates
-from zagora_jax.config import ExportConfig, TrainConfig
+from zagora_jax.commands import ExportConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.run_directory import RunDirectory, read_metrics

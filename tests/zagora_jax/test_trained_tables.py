@@ -171,7 +171,7 @@ def run_of(tmp_path, model, lora, base):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exports_are_the_tuned_model(tmp_path, models, kind):
-    from zagora_jax.config import ExportConfig
+    from zagora_jax.commands import ExportConfig
     from zagora_jax.exporter import export
 
     lora = lora_of(kind)

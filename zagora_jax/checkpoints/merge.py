@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from models.llama import Llama, linear_modules, table_modules
+from models.llama import Llama
+from models.modules import linear_modules, table_modules
 from models.quantization import dequantize, quantize
 from zagora_jax.checkpoints.checkpoint import Checkpoint, plan_shards
 from zagora_jax.checkpoints.huggingface import INDEX, WEIGHTS, HuggingFaceCheckpoint

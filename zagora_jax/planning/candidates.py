@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from models.config import ModelConfig
 from models.remat import group_count
-from zagora_jax.config import ConfigureConfig, TrainConfig
+from zagora_jax.commands import ConfigureConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.errors import UserError
 from zagora_jax.options import options_of
 from zagora_jax.planning.shapes import mesh_shape

@@ -8,7 +8,8 @@ import psutil
 
 from sharding.targets import GPUS, Gpu, absent_devices
 from sharding.targets import gpu as find_gpu
-from zagora_jax.config import ConfigureConfig, quantized_folder
+from zagora_jax.commands import ConfigureConfig
+from zagora_jax.config import quantized_folder
 from zagora_jax.devices import installed_gpus
 from zagora_jax.errors import UserError
 from zagora_jax.planning.links import Link, find_link, with_measured

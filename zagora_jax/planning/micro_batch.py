@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from models.config import ModelConfig
 from models.cross_entropy import CHUNK_TOKENS
-from models.llama import linear_modules
+from models.modules import linear_modules
 from models.quantization import bits_per_parameter
 from sharding.targets import Gpu
 from zagora_jax.config import TrainConfig

@@ -14,7 +14,7 @@ from zagora_jax.checkpoints.json_files import read_json_object
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.released_sizes import find_size
 from zagora_jax.checkpoints.synthetic import PREFIX
-from zagora_jax.config import ConfigureConfig
+from zagora_jax.commands import ConfigureConfig
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
 

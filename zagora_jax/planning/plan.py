@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from zagora_jax.checkpoints.synthetic import PREFIX
-from zagora_jax.config import ConfigureConfig, TrainConfig
+from zagora_jax.commands import ConfigureConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.data.batches import Batches
 from zagora_jax.data.tokenize import Preparation, tokenize_rows
 from zagora_jax.errors import UserError

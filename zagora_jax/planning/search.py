@@ -12,7 +12,7 @@ from typing import Any
 
 from sharding.targets import GPUS
 from zagora_jax.arrange import check_ends, ends_trained
-from zagora_jax.config import ConfigureConfig
+from zagora_jax.commands import ConfigureConfig
 from zagora_jax.errors import UserError
 from zagora_jax.planning.candidates import EMBEDDINGS, Candidate, candidates, replicas_of
 from zagora_jax.planning.evaluate import Evaluated, Evaluator

@@ -10,7 +10,8 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from models.llama import Ends, Llama, linear_modules
+from models.llama import Ends, Llama
+from models.modules import linear_modules
 from models.parameters import by_path, split
 from models.stream_order import StreamOrder, stream_order
 from sharding.mesh import AXES

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 from zagora_jax.checkpoints.synthetic import PREFIX
-from zagora_jax.config import ConfigureConfig, TrainConfig
+from zagora_jax.commands import ConfigureConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import save_config
 from zagora_jax.errors import UserError
 from zagora_jax.planning.plan import GIB, Plan

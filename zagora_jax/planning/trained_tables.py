@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from models.cross_entropy import CHUNK_TOKENS
-from models.llama import HEAD, Llama
+from models.llama import Llama
+from models.modules import HEAD
 from models.parameters import by_path, split
 from zagora_jax.checkpoints.load import is_stacked, trained_in_full
 

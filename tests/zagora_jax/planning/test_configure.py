@@ -12,7 +12,8 @@ from runs import write_rows
 
 from zagora_jax import configure
 from zagora_jax.command_line import parse, run_command
-from zagora_jax.config import ConfigureConfig, TrainConfig
+from zagora_jax.commands import ConfigureConfig
+from zagora_jax.config import TrainConfig
 from zagora_jax.config_file import load_config
 from zagora_jax.planning import plot
 from zagora_jax.planning.probe import report

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sharding.targets import GPUS
-from zagora_jax.config import ConfigureConfig
+from zagora_jax.commands import ConfigureConfig
 from zagora_jax.errors import UserError
 from zagora_jax.planning import probe
 from zagora_jax.planning.links import DISK_GB_S, NAMES, find_link

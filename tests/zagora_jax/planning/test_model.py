@@ -8,7 +8,7 @@ import pytest
 from zagora_jax.checkpoints import hub
 from zagora_jax.checkpoints.known_models import KNOWN_MODELS
 from zagora_jax.checkpoints.released_sizes import find_size
-from zagora_jax.config import ConfigureConfig
+from zagora_jax.commands import ConfigureConfig
 from zagora_jax.errors import UserError
 from zagora_jax.option_groups import LoraConfig
 from zagora_jax.planning.model import find_model

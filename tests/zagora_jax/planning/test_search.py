@@ -8,7 +8,7 @@ import pytest
 import zagora_jax.planning.search
 from zagora_jax.arrange import check_ends, ends_trained
 from zagora_jax.base import open_base
-from zagora_jax.config import ConfigureConfig
+from zagora_jax.commands import ConfigureConfig
 from zagora_jax.errors import UserError
 from zagora_jax.layer_ring import LEAST_SLOTS
 from zagora_jax.option_groups import LoraConfig

@@ -14,7 +14,7 @@ FULL = Path("/dev/full")
 COMMAND = """
 import pathlib, sys
 from zagora_jax.command_line import run_command
-from zagora_jax.config import GenerateConfig
+from zagora_jax.commands import GenerateConfig
 from zagora_jax.reporting.terminal import SafeConsole
 
 def main(config):
