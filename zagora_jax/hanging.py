@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zagora_jax.errors import UserError
+from zagora_jax.exiting import exit_at_once
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class _Watchdog:
                 _say(f"{ended_by.what}: goes on after all")
                 self._ended_by = None
             elif ended_by and not any(other.saves and other is not ended_by for other in self.activities):
-                os._exit(FAILED)
+                exit_at_once(FAILED, f"{ended_by.what}: hangs")
 
     def _look_at(self, activity: Activity) -> None:
         if activity.ended_after is not None and activity.age >= activity.ended_after:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from zagora_jax.exiting import exit_at_once
+
 # EX_TEMPFAIL of sysexits.h: all work is safe, and the same command can be given again.
 STOPPED = 75
 # After a signal, how long the main thread may take to end where there is nothing to save, in seconds.
@@ -75,12 +77,12 @@ class _Watch:
         except TimeoutError:
             if self.grace is None:
                 _say(f"{name}: ended; there was nothing left to save")
-                os._exit(STOPPED)
+                exit_at_once(STOPPED, name)
             _say(f"{name}: not finished within {grace:g} s: ended; the steps since the last save are lost")
-            os._exit(128 + first)
+            exit_at_once(128 + first, f"{name}: not finished in time")
         if second is not None:
             _say(f"{signal.Signals(second).name}: ended at once")
-            os._exit(128 + second)
+            exit_at_once(128 + second, f"{name}, and a second signal")
 
     def _next(self, seconds: float | None = None) -> int | None:
         """Return the next signal, or None when the watch has ended."""

@@ -67,12 +67,15 @@ class Peers:
         self._closing.set()
 
     def end(self, status: int, message: str) -> None:
-        """Tell the others that this process ends, and why; process 0 waits until they have heard it."""
+        """Tell the others that this process ends, and why; process 0 waits until they have heard it.
+
+        It does not wait where a second signal asks it to end at once: the others then see that it is gone.
+        """
         with self._lock:
             self._ended = {"status": status, "message": message}
         self._closing.set()
         self._tell_in_time()
-        if self._index == 0:
+        if self._index == 0 and status < 128:
             self._linger()
 
     def wait_for_verdict(self) -> None:

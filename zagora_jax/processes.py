@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.spanning import gather, place, total, whole_everywhere
-from zagora_jax import hanging, interruption
+from zagora_jax import exiting, hanging, interruption
 from zagora_jax.config import TrainConfig
 from zagora_jax.devices import know_limits, memory_limit
 from zagora_jax.errors import UserError
@@ -176,10 +176,12 @@ class Processes:
         names = [f"{self.name(index)[:-1]}, pid {pid})" for index, pid in enumerate(pids)]
         hanging.say_too(self.behind)
         self._peers = Peers(client, service, self.index, names, run)
+        exiting.tell_before(self._peers.end)
 
     def close(self) -> None:
         """Watch over the others no longer."""
         hanging.say_too(str)
+        exiting.tell_before(None)
         if self._peers is not None:
             self._peers.close()
 

@@ -449,6 +449,7 @@ class _Run:
     def _compile_step(self) -> CompiledStep:
         """Compile the train step once and for all: the result refuses other shapes instead of compiling again."""
         config = self.config
+        self.processes.doing("compiling the step")
         recipe = Recipe(
             self.optimizer,
             self.schedule,
