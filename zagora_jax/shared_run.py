@@ -52,8 +52,8 @@ def require_shareable(config: TrainConfig, processes: Processes) -> None:
     reasons = {
         f"--lora.initialization {config.lora.initialization}": (
             config.lora.initialization != "default",
-            "each process reads a part of the weights, and factors are taken of whole ones; make the adapter's first "
-            "weights in one process (--max-steps 1) and go on from them with --adapter",
+            "each process reads a part of the layers, and makes the factors of those alone; leave it out, or train in "
+            "one process",
         ),
         "--stage-form programs": (config.stage_form == "programs", "a process cannot run the programs of another"),
         f"--offload.weights-from {config.offload.weights_from}": (

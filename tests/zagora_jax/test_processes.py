@@ -225,6 +225,24 @@ def test_every_strategy_of_one_program_is_the_same_in_processes(world, tmp_path,
 
 
 @pytest.mark.slow
+def test_each_process_keeps_and_reads_the_quantised_layers_that_are_its_share(world, one, tmp_path):
+    """Where a file of the cache is damaged, its layer is read from the model again."""
+    cache = tmp_path / "cache"
+    for name in ("first", "second", "damaged"):
+        train(world, tmp_path / name, processes=2, devices=2, quantized_cache=cache)
+        require_same(tmp_path / name, one)
+        files = sorted(cache.rglob("layer-*.safetensors"))
+        assert len(files) == 4
+        files[1].write_bytes(files[1].read_bytes()[:-1] + b"?") if name == "second" else None
+    first, second, damaged = (
+        [share["bytes"] for share in counts(world, tmp_path / name, 2)] for name in ("first", "second", "damaged")
+    )
+    assert max(second) < min(first) / 2  # tables alone
+    assert damaged[0] == second[0]
+    assert damaged[1] > second[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_signal_to_one_process_ends_all_behind_the_same_step(world, one, signalled, tmp_path):
     """And as many go on, or fewer."""

@@ -7,7 +7,7 @@ of words each process reads a range of rows. The few numbers of a norm outside o
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,6 @@ class SharedLoading(Loading):
 
     def _read_rounds(self, left: deque[Round], writer: "CacheWriter | None") -> None:
         """Read, exchange and put in place, and take each round that is done out of `left`."""
-        settle: Callable[[], None] = lambda: None  # noqa: E731
         with read_ahead([job for each in left if each.reading for job in each.reading.jobs]) as results:
             while left:
                 each = left[0]
@@ -106,12 +105,8 @@ class SharedLoading(Loading):
                     whole, are_finite = [value], is_finite
                 for name, one in zip(each.names, whole, strict=True):
                     self._put(name, one)
-                if writer is not None and isinstance(each.reading, SourceReading):
-                    writer.expect(each.reading.name, value)
-                settle()  # of the round before: no more than two are on the way
-                settle = partial(self._settle_round, each, value, are_finite, writer)
+                self._settle_round(each, value, are_finite, writer)
                 left.popleft()
-        settle()
 
     def _own(self, each: Round, results: Iterator[Any]) -> tuple[Any, Any]:
         """Return this process's part of a round and whether it is finite; zeros where there is none for it."""
@@ -126,10 +121,8 @@ class SharedLoading(Loading):
 
     def _form(self, each: Round) -> Any:
         """Shapes and dtypes of a process's part."""
-        declared, shape = (
-            self.declared[self.expected[each.names[0]].path].get_value(),
-            self.expected[each.names[0]].shape,
-        )
+        tensor = self.expected[each.names[0]]
+        declared, shape = self.declared[tensor.path].get_value(), tensor.shape
         if each.stacked:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), declared)
         rows = shape[0] if len(shape) < 2 else -(-shape[0] // self.processes.count)
@@ -145,7 +138,7 @@ class SharedLoading(Loading):
         return [jax.tree.map(lambda *leaves: np.concatenate(leaves)[:rows], *parts)], are_finite
 
     def _settle_round(self, each: Round, value: Any, are_finite: Any, writer: "CacheWriter | None") -> None:
-        """Wait for a round, and check it."""
+        """Check a round, and give what is new of it to the cache."""
         flags = np.atleast_1d(np.asarray(are_finite))
         for number, name in enumerate(each.names):
             require_finite(self.checkpoint, name, flags[number] if each.stacked else flags.all())
