@@ -17,7 +17,7 @@ from zagora_jax.generation import Sampling, open_generator
 
 MODEL = os.environ.get("MODEL", "../.cache/SmolLM2-135M-Instruct.Q4_1.gguf")
 RUNS = Path(os.environ.get("RUNS", "../runs/notebooks")) / "domain"
-EPOCHS = int(os.environ.get("EPOCHS", 2))
+EPOCHS = int(os.environ.get("EPOCHS", 1))
 shutil.rmtree(RUNS, ignore_errors=True)
 RUNS.mkdir(parents=True)
 
@@ -33,7 +33,7 @@ def sections(path: Path) -> list[str]:
 
 
 pages = sorted(path for path in Path("../docs").glob("*.md") if path.name != "options.md")
-rows = [{"text": text} for page in pages for text in sections(page)][: int(os.environ.get("ROWS", 1000))]
+rows = [{"text": text} for page in pages for text in sections(page)][: int(os.environ.get("ROWS", 48))]
 train, held_out = [r for i, r in enumerate(rows) if i % 8], rows[::8]
 for name, part in (("train", train), ("held_out", held_out)):
     (RUNS / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

@@ -3,11 +3,14 @@
     python notebooks/execute.py [SCRIPT.py ...]
 
 Each SCRIPT.py, in jupytext's percent format, is the text of SCRIPT.ipynb beside it; all of this folder where none is
-named. Needs the extra notebook. Settings of the notebooks are environment variables: MODEL, RUNS, EPOCHS.
+named. Needs the extra notebook, and export_and_transformers the extra oracle. Each notebook reads its settings from
+environment variables: MODEL, RUNS, EPOCHS, and some ROWS or RANKS.
 """
 
 import argparse
+import re
 from pathlib import Path
+from typing import Any
 
 import jupytext
 from nbclient import NotebookClient
@@ -45,8 +48,27 @@ def execute(script: Path) -> NotebookNode:
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # so that the same cells make the same file
         cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [of_any_machine(output) for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata.pop("language_info", None)
     return notebook
+
+
+def of_any_machine(output: NotebookNode) -> NotebookNode:
+    """Write folders of this machine as a reader would."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return type(value)({key: shown(item) for key, item in value.items()})
+        if isinstance(value, list):
+            return [shown(item) for item in value]
+        if isinstance(value, str):
+            return re.sub(
+                r" at 0x[0-9a-f]+", "", value.replace(str(FOLDER.parent), "..").replace(str(Path.home()), "~")
+            )
+        return value
+
+    return shown(output)
 
 
 if __name__ == "__main__":

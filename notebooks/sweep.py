@@ -18,8 +18,8 @@ from zagora_jax.reporting.steps import Picture
 
 MODEL = os.environ.get("MODEL", "../.cache/SmolLM2-135M-Instruct.Q4_1.gguf")
 RUNS = Path(os.environ.get("RUNS", "../runs/notebooks")) / "sweep"
-EPOCHS = int(os.environ.get("EPOCHS", 3))
-RANKS = [int(rank) for rank in os.environ.get("RANKS", "2,8,32").split(",")]
+EPOCHS = int(os.environ.get("EPOCHS", 1))
+RANKS = [int(rank) for rank in os.environ.get("RANKS", "2,16").split(",")]
 QUANTISERS = ("nf4", "int8")
 shutil.rmtree(RUNS, ignore_errors=True)
 
