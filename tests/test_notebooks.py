@@ -39,14 +39,14 @@ def test_every_script_is_a_notebook(execute):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_its_script_and_shows_pictures(name):
+def test_a_notebook_is_its_script(name):
     """Changed one and not the other? `python notebooks/execute.py notebooks/NAME.py` writes the notebook anew."""
     script, notebook = (jupytext.read(FOLDER / f"{name}.{ending}") for ending in ("py", "ipynb"))
     cells = [[(cell.cell_type, cell.source) for cell in of.cells] for of in (script, notebook)]
     assert cells[0] == cells[1]
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not [output for output in outputs if output.output_type == "error"]
-    assert "image/svg+xml" in kinds(notebook)
+    assert not outputs or "image/svg+xml" in kinds(notebook)  # kept whole, or not at all
     text = (FOLDER / f"{name}.ipynb").read_text()
     assert len(text) < MOST_BYTES
     assert not re.findall(r"/(?:home|root|tmp|work|usr)/[^\s\"]*", text), "paths of a machine"
