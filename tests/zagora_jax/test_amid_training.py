@@ -143,7 +143,7 @@ WAYS_TO_SAMPLE = {
 }
 
 
-QUICK = ("tensor", "stages in one program")
+QUICK = ("stages in one program",)
 
 
 def sampled(folder, output, way):

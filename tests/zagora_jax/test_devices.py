@@ -88,7 +88,7 @@ def machine(monkeypatch):
             monkeypatch.delenv(name)
         monkeypatch.setattr(devices, "_set_here", None)
         monkeypatch.setattr(devices, "pynvml", driver)
-        monkeypatch.setattr(jax, "devices", driver.devices)
+        monkeypatch.setattr(jax, "local_devices", driver.devices)
         return driver
 
     return install
@@ -103,11 +103,11 @@ def test_a_memory_limit_caps_every_device(machine):
 def test_a_memory_limit_that_comes_too_late_for_a_device_is_refused(machine, monkeypatch):
     driver = machine(24, 24)
     late = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 18 * GIB}, device_kind="RTX 4090", id=1)
-    monkeypatch.setattr(jax, "devices", lambda: [driver.devices()[0], late])
+    monkeypatch.setattr(jax, "local_devices", lambda: [driver.devices()[0], late])
     with pytest.raises(UserError, match=r"--device-memory-limit 12: could not be set, found a limit of 18.0 GiB"):
         limit_memory(12)
     endless = SimpleNamespace(memory_stats=lambda: None, device_kind="RTX 4090", id=0)
-    monkeypatch.setattr(jax, "devices", lambda: [endless])
+    monkeypatch.setattr(jax, "local_devices", lambda: [endless])
     with pytest.raises(UserError, match=r"found an allocator without limits of RTX 4090 0"):
         limit_memory(12)
 

@@ -89,4 +89,4 @@ def test_a_directory_that_vanishes_is_no_run_any_more(tmp_path):
     monitor.refresh()
     console = Console(file=io.StringIO(), width=80)
     console.print(monitor.render(80))
-    assert "no run here" in console.file.getvalue()
+    assert "no run here" in " ".join(console.file.getvalue().split())  # wherever the path's length breaks the line
