@@ -239,7 +239,7 @@ class TrainConfig(CommandConfig):
         default=None, ge=0, description="The number of this process among them, from 0; else as the launcher tells."
     )
     mesh: MeshConfig = MeshConfig()
-    stage_layers: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
+    stage_layers: Literal["auto"] | Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = Field(
         default="auto",
         description="How many layers each stage of layerwise has: a list of numbers, or auto, which times a layer on "
         "each card and makes the slowest stage as fast as the cards' memory allows.",
@@ -247,8 +247,8 @@ class TrainConfig(CommandConfig):
     stage_form: Literal["auto", "one-jit", "programs"] = Field(
         default="auto",
         description="How the stages of layerwise run: one-jit (equal stages in one program, which share embedding and "
-        "head out by words; no layer moves), programs (each stage has its own, of any number of layers), or auto, "
-        "which is one-jit where the cards are alike and the layers go into equal stages.",
+        "head out by words, until layers move), programs (each stage has its own, of any number of layers), or auto, "
+        "which is one-jit where nothing is against it, such as unlike cards, unequal stages, or layers in host memory.",
     )
     balance: BalanceConfig = BalanceConfig()
     gradient_compression: Literal["none", "int8", "int4"] = Field(
@@ -490,6 +490,7 @@ class TrainConfig(CommandConfig):
                 "remat stage is for strategy layerwise, where stages have their backward pass later: give remat full"
             )
         given = [name for name in ("stage_layers", "stage_form") if getattr(self, name) != "auto"]
+        given += ["balance"] if self.balance != BalanceConfig() else []
         if given and self.strategy != "layerwise":
             raise ValueError(f"{given[0]} is for strategy layerwise: leave it out, or give strategy layerwise too")
         if self.warmup_steps and self.warmup_ratio:

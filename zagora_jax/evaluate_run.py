@@ -51,11 +51,12 @@ def _laid_out_here(config: TrainConfig) -> tuple[TrainConfig, Mesh]:
     try:
         mesh = choose_mesh(config)
     except UserError:
-        config = config.model_copy(update={"mesh": MeshConfig()})
+        config = config.model_copy(update={"mesh": MeshConfig(), "devices": None})
         mesh = choose_mesh(config)
     given = config.stage_layers
     if given != "auto" and len(given) != mesh.shape["stage"]:
         config = config.model_copy(update={"stage_layers": "auto"})
     # Whatever is against one program here was not in training, or the other way round.
     form = config.stage_form if config.stage_form == "programs" else "auto"
-    return config.model_copy(update={"stage_form": form}), mesh
+    no_exchange = {"gradient_compression": "none", "gradient_exchange": "synchronous"}  # there are no gradients
+    return config.model_copy(update={"stage_form": form, **no_exchange}), mesh

@@ -84,7 +84,7 @@ class Pipeline:
         """
         stages, of_model = mesh.shape["stage"], model.config.num_layers
         self.costs = estimated_costs(model.config, stages)
-        self.measures, self.balance = layers is None, balance
+        self.measures, self.balance = layers is None and stages > 1, balance
         self.weights, self._is_settled = weights, weights != "auto"
         self.moments_on_host, self._why = moments_on_host, why
         layers = choose_cut(self.costs, of_model) if layers is None else layers

@@ -114,8 +114,10 @@ def test_layer_inputs_are_offloaded_with_what_keeps_them(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"strategy": "layerwise", "stage_layers": []}, "at least 1 item"),
         ({"stage_layers": [1, 1]}, "stage_layers is for strategy layerwise"),
         ({"stage_form": "programs", "strategy": "fsdp"}, "stage_form is for strategy layerwise"),
+        ({"balance": {"patience": 5}}, "balance is for strategy layerwise: leave it out"),
         ({"strategy": "layerwise", "remat": "nested"}, "remat nested does not go with strategy layerwise"),
         ({"remat": "stage"}, "remat stage is for strategy layerwise"),
     ],

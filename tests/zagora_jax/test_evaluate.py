@@ -56,7 +56,8 @@ def test_the_loss_is_that_of_transformers_and_peft(run, measured):
 
 
 def test_a_run_on_more_devices_than_here_is_evaluated_too(run, measured, tmp_path):
-    spread = run.read_config().model_copy(update={"mesh": MeshConfig(data=16, fsdp=16)})
+    far = {"mesh": MeshConfig(data=16, fsdp=16), "devices": [0, 999], "gradient_compression": "int8"}
+    spread = run.read_config().model_copy(update=far | {"gradient_exchange": "delayed"})
     there = finished_run(tmp_path / "run", spread)
     assert evaluate_run(EvaluateConfig(run=there.path), recorder()[0]) == measured
     stages = {"strategy": "layerwise", "mesh": MeshConfig(stage=2), "stage_layers": [1, 1], "stage_form": "one-jit"}

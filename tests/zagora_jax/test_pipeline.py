@@ -121,6 +121,12 @@ def test_auto_fills_what_the_streaming_programs_leave_of_each_card(subject, monk
     assert "4, 1; of them in host memory: 4, 0; a program for each" in arrangement.facts()["layers of each stage"]
 
 
+def test_one_stage_has_all_layers_and_is_not_measured(subject):
+    arrangement = Pipeline(make_mesh({"stage": 1}, jax.devices()[:1]), subject.base.model)
+    assert not arrangement.measures
+    assert arrangement.facts()["layers of each stage"].startswith("5; a program for each")
+
+
 @pytest.mark.slow
 def test_streaming_replicas_of_a_pipeline_compress_as_resident_ones_do(subject):
     resident, streamed = (
