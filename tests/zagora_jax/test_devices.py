@@ -75,7 +75,8 @@ class Driver:
         """As XLA shows them, whose allocator takes what the environment says."""
         fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
         return [
-            SimpleNamespace(memory_stats=lambda total=total: {"bytes_limit": fraction * total}) for total in self.totals
+            SimpleNamespace(memory_stats=lambda total=total: {"bytes_limit": fraction * total}, id=index)
+            for index, total in enumerate(self.totals)
         ]
 
 
