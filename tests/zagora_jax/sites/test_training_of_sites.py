@@ -60,6 +60,7 @@ class Break(Listener):
             raise RuntimeError("broken off")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_broken_off_and_resumed_is_the_unbroken_one(world, tmp_path):
     """Behind an exchange, and between two of them, with one under way."""
     train(configure(world, tmp_path / "a" / "home", tmp_path / "shared-a"), recorder()[0])
