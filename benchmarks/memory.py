@@ -42,7 +42,11 @@ def main() -> None:
     config = parse(TrainConfig, options + defaults)
     config = config.model_copy(update={"balance": BalanceConfig(threshold=0)})  # nothing runs that could be watched
     count = math.prod(getattr(config.mesh, axis, None) or 1 for axis in AXES)
-    mesh = choose_mesh(config, absent_devices(known.gpu, count))
+    try:
+        devices = absent_devices(known.gpu, count)
+    except (ModuleNotFoundError, ValueError) as error:  # no compiler, or no such card
+        raise UserError(f"--gpu {known.gpu}: {error}") from error
+    mesh = choose_mesh(config, devices)
     started = time.perf_counter()
     step = compile_planned(config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
