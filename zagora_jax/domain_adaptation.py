@@ -60,7 +60,8 @@ class DomainAdaptationTrainer(GeneratingTrainer):
         _check_backend(communication_backend)
         named = {self.NAMES.get(name, name): value for name, value in config.items() if name != "domain_data"}
         self._domain_data = config["domain_data"]
-        given = as_options(named, where).given
+        called = {option: name for name, option in self.NAMES.items()} | {"data": "domain_data"}
+        given = as_options(named, where, called).given
         for name in self.NAMES.keys() & config.keys():
             given[self.NAMES[name]] = given[self.NAMES[name]]._replace(where=f"{where}: {name}")
         if gpu_count is not None:

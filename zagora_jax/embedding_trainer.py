@@ -41,7 +41,7 @@ class EmbeddingTrainer(Trainer):
         self,
         model_name: str | Path,
         gpu_ids: Sequence[int] | None = None,
-        partition_strategy: str = "auto",
+        partition_strategy: str | None = None,
         gradient_accumulation_steps: int | None = None,
         *,
         pooling: str = "last",

@@ -122,6 +122,8 @@ class Trainer:
         of_object = as_options(training_args)
         given = merged(of_object.given, as_options(arguments, "train").given)
         given = {**of_object.usual, **merged(self._options, given)}
+        if dataset is None and "data" not in given:
+            raise UserError("train: dataset is required: files, rows as dicts, or a data set of the library datasets")
         early = build(TrainConfig, _without_data(given))
         if tokenizer is not None:
             require_own_tokenizer(tokenizer, early.model)
@@ -193,7 +195,7 @@ class DistributedTrainer(GeneratingTrainer):
         self,
         model_name: str | Path,
         gpu_ids: Sequence[int] | None = None,
-        partition_strategy: str = "auto",
+        partition_strategy: str | None = None,
         gradient_accumulation_steps: int | None = None,
         *,
         callbacks: Sequence[Callback] = (),
@@ -205,7 +207,7 @@ class DistributedTrainer(GeneratingTrainer):
         Args:
             model_name: as the option model: a folder, a hub id, a GGUF file.
             gpu_ids: the numbers of the devices, as the option devices; all where not given.
-            partition_strategy: as the option strategy.
+            partition_strategy: as the option strategy; auto where not given.
             gradient_accumulation_steps: micro-batches in an optimizer step.
             callbacks: are told what happens, see `zagora_jax.callbacks`.
             reporter: prints the run's story.
@@ -251,7 +253,7 @@ def constructed(
     where: str,
     model_name: str | Path,
     gpu_ids: Sequence[int] | None,
-    partition_strategy: str,
+    partition_strategy: str | None,
     gradient_accumulation_steps: int | None,
     options: Mapping[str, Any],
 ) -> dict[str, Given]:
@@ -267,11 +269,10 @@ def constructed(
         "model": Given(model, f"{where}: model_name"),
         "devices": Given(None if gpu_ids is None else list(gpu_ids), f"{where}: gpu_ids"),
         "strategy": Given(partition_strategy, f"{where}: partition_strategy"),
+        "gradient_accumulation_steps": Given(gradient_accumulation_steps, f"{where}: gradient_accumulation_steps"),
     }
-    if gradient_accumulation_steps is not None:
-        name = "gradient_accumulation_steps"
-        named[name] = Given(gradient_accumulation_steps, f"{where}: {name}")
-    return merged(named, own_options(options, where))
+    given = {name: item for name, item in named.items() if name == "model" or item.value is not None}
+    return merged(given, own_options(options, where))
 
 
 # What can only be judged beside the rows.

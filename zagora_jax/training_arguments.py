@@ -65,7 +65,9 @@ class Translated(NamedTuple):
     usual: dict[str, Given]
 
 
-def as_options(arguments: Arguments, where: str = "training_args") -> Translated:
+def as_options(
+    arguments: Arguments, where: str = "training_args", called: Mapping[str, str] | None = None
+) -> Translated:
     """Translate training arguments.
 
     Args:
@@ -73,6 +75,7 @@ def as_options(arguments: Arguments, where: str = "training_args") -> Translated
             here; or a mapping of what is to differ from this program's own defaults. Names are transformers' or those
             of options here.
         where: what they are called in errors.
+        called: options that have another name there, by their names here.
 
     Raises:
         UserError: names what has no meaning here, or a value that cannot be kept.
@@ -84,7 +87,7 @@ def as_options(arguments: Arguments, where: str = "training_args") -> Translated
     usual: dict[str, Given] = {}
     for name in values:
         try:
-            translated = _translated(name, values, is_usual=name in untouched, where=where)
+            translated = _translated(name, values, is_usual=name in untouched, where=where, called=called or {})
         except ValueError as error:
             raise UserError(f"{where}: {name}: {error}") from None
         except TypeError:
@@ -114,7 +117,7 @@ def own_options(values: Mapping[str, Any], where: str) -> dict[str, Given]:
                 raise UserError(f"{where}: {name}: expected a dict of its options, found {written(value)}")
             given |= own_options({f"{name}.{field}": item for field, item in group.items()}, where)
         else:
-            raise UserError(_unknown(name, where))
+            raise UserError(_unknown(name, where, {}))
     return given
 
 
@@ -163,7 +166,9 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def _translated(name: str, values: Mapping[str, Any], *, is_usual: bool, where: str) -> dict[str, Any]:
+def _translated(
+    name: str, values: Mapping[str, Any], *, is_usual: bool, where: str, called: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the options that one of the arguments gives.
 
     Raises:
@@ -186,13 +191,13 @@ def _translated(name: str, values: Mapping[str, Any], *, is_usual: bool, where: 
         return {option: item.value for option, item in own_options({name: value}, where).items()}
     if is_usual:
         return {}
-    raise UserError(_unknown(name, where))
+    raise UserError(_unknown(name, where, called))
 
 
-def _unknown(name: str, where: str) -> str:
+def _unknown(name: str, where: str, called: Mapping[str, str]) -> str:
     if name in ADVICE:
         return f"{where}: {name}: has no counterpart here; leave it out: {ADVICE[name]}"
-    known = [*options_of(TrainConfig), *RENAMED, *CONVERTED, *FIXED]
+    known = [called.get(option, option) for option in (*options_of(TrainConfig), *RENAMED, *CONVERTED, *FIXED)]
     close = get_close_matches(name, known, n=1)
     advice = f"did you mean {close[0]}?" if close else "leave it out; docs/trainers.md lists the names"
     return f"{where}: {name}: has no counterpart here; {advice}"

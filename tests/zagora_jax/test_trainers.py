@@ -203,6 +203,14 @@ WRONG = {
         lambda f: of_domain(f, {"base_model": f, "domain_data": "rows", "batch_size_per_gpu": 0}),
         "config: batch_size_per_gpu: micro_batch_size: expected at least 1, found 0",
     ),
+    "another name of the model": (
+        lambda f: of_domain(f, {"base_model": f, "domain_data": "rows", "basemodel": "m"}),
+        r"config: basemodel: has no counterpart here; did you mean base_model\?",
+    ),
+    "no rows": (
+        lambda f: distributed(f).train(),
+        "^train: dataset is required: files, rows as dicts, or a data set",
+    ),
     "no tokenizer": (
         lambda f: distributed(f).train(["rows.jsonl"], tokenizer="gpt2"),
         "tokenizer: expected one of transformers, found str",
@@ -225,6 +233,13 @@ WRONG = {
         "passages: expected a list of texts",
     ),
 }
+
+
+def test_options_of_the_constructor_may_have_their_own_names(folder):
+    config = distributed(folder, devices=[0], strategy="streaming").config
+    assert (config.devices, config.strategy) == ([0], "streaming")
+    with pytest.raises(UserError, match=r"strategy is given twice: 'fsdp' .*partition_strategy. and 'streaming'"):
+        distributed(folder, partition_strategy="fsdp", strategy="streaming")
 
 
 def distributed(folder, **given):
