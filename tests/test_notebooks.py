@@ -16,6 +16,7 @@ for package in ("nbclient", "ipykernel"):
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+QUICK = ("quick_start", "rag", "sweep")  # the others take minutes on two busy cores
 NEEDS = {"export_and_transformers": "torch"}
 MOST_BYTES = 300_000  # of a notebook in the repository
 
@@ -68,7 +69,9 @@ def kinds(notebook):
     return {kind for cell in notebook.cells for output in cell.get("outputs", ()) for kind in output.get("data", ())}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_a_notebook_runs(name, execute, model, tmp_path, monkeypatch):
     small = {"EPOCHS": 1, "RANKS": "2", "ROWS": 16, "JAX_DISABLE_MOST_OPTIMIZATIONS": 1}
     notebook = run(name, execute, monkeypatch, MODEL=model, RUNS=tmp_path, **small)
