@@ -200,9 +200,7 @@ class Processes:
         text = json.dumps(value)
         chunks = [text[start : start + CHUNK] for start in range(0, len(text), CHUNK)]
         for number, chunk in enumerate(chunks):
-            self._client.key_value_set(
-                f"zagora/word/{self._run}/{self._calls}/{self.index}/{number}", f"{len(chunks)}:{chunk}"
-            )
+            self._client.key_value_set(self._key(self.index, number), f"{len(chunks)}:{chunk}")
 
     def _key(self, index: int, number: int) -> str:
         return f"zagora/word/{self._run}/{self._calls}/{index}/{number}"
